@@ -53,10 +53,7 @@ class KiviConfig:
         if not 2 <= size <= 256 or size & (size - 1):
             raise ValueError(f"KiviConfig.group_size is {size}; allowed: a power of two from 2 to 256")
         if self.residual_length < 1 or self.residual_length % size:
-            raise ValueError(
-                f"KiviConfig.residual_length is {self.residual_length}; allowed: a positive multiple of "
-                f"group_size ({size})"
-            )
+            raise ValueError(f"KiviConfig.residual_length is {self.residual_length}; allowed: a positive multiple of group_size ({size})")
         if self.seal not in SEAL_ORDERS:
             raise ValueError(f"KiviConfig.seal is {self.seal!r}; allowed: {', '.join(map(repr, SEAL_ORDERS))}")
         if self.rollback_margin < 0:

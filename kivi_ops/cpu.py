@@ -130,7 +130,9 @@ def _read(
     return torch.cat(parts, 1) if len(parts) != 1 else parts[0]
 
 
-def _layouts(key: Tensor, value: Tensor, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype) -> tuple[RecordLayout, RecordLayout]:
+def _layouts(
+    key: Tensor, value: Tensor, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype
+) -> tuple[RecordLayout, RecordLayout]:
     return (
         record_layout("key", key.shape[-1], key_bits, group_size, metadata_dtype),
         record_layout("value", value.shape[-1], value_bits, group_size, metadata_dtype),
@@ -274,7 +276,7 @@ def append(
         if value_begin < value_end:
             floats = _read(value_records[b], value_layout, value_window[b], value[b], value_begin, first, value_begin, value_end)
             _seal(value_records[b], value_layout, value_begin, floats)
-        written = torch.arange(max(0, first, tokens - window_rows), tokens)
+        written = torch.arange(max(held, tokens - window_rows), tokens)
         for window, new in ((key_window[b], key[b]), (value_window[b], value[b])):
             window[:, written % window_rows] = new[:, written - first]
         sealed[b, 0], sealed[b, 1] = key_end, value_end

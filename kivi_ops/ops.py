@@ -24,8 +24,7 @@ from kivi_ops.kernels.layout import record_layout
 _LIBRARY = torch.library.Library("kivi", "DEF")  # module level: a collected Library takes its operators along
 
 _STATE = (
-    "Tensor{a} key_records, Tensor{b} value_records, Tensor{c} key_window, Tensor{d} value_window, Tensor{e} sealed, "
-    "Tensor left_padding"
+    "Tensor{a} key_records, Tensor{b} value_records, Tensor{c} key_window, Tensor{d} value_window, Tensor{e} sealed, Tensor left_padding"
 )
 _READ_STATE = _STATE.format(a="", b="", c="", d="", e="")
 _WRITE_STATE = _STATE.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)", e="(e!)") + ", Tensor(f!) length"
@@ -117,9 +116,7 @@ def _check_position(op: str, position: Tensor, rows: int, new_tokens: int) -> No
     )
 
 
-def _check_format(
-    op: str, capacity: int, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype
-) -> None:
+def _check_format(op: str, capacity: int, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype) -> None:
     _expect(capacity >= 1, f"kivi::{op}: capacity is {capacity}; allowed: 1 or more")
     _check_choice(f"kivi::{op}: key_bits", key_bits, BITS)
     _check_choice(f"kivi::{op}: value_bits", value_bits, BITS)
@@ -288,9 +285,7 @@ def _implementation(device: torch.device) -> Any:
     return launch
 
 
-def quantize_pack_key(
-    key: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_pack_key(key: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise Keys per channel: groups of ``group_size`` consecutive tokens (contract sections 1 and 2).
 
     Args:
@@ -406,9 +401,7 @@ def attention(
         and query.shape[1] % heads == 0,
         f"kivi::{op}: query has shape {list(query.shape)}; allowed: [{rows}, a multiple of {heads}, {new_tokens}, {key_dim}]",
     )
-    _expect(
-        query.dtype == key.dtype, f"kivi::{op}: query is {query.dtype}; allowed: {key.dtype}, the dtype of key", TypeError
-    )
+    _expect(query.dtype == key.dtype, f"kivi::{op}: query is {query.dtype}; allowed: {key.dtype}, the dtype of key", TypeError)
     _check_position(op, position, rows, new_tokens)
     if attn_mask is not None:
         _check_mask(op, attn_mask, rows, query.shape[1], new_tokens, capacity)
@@ -581,20 +574,18 @@ def row_starts(position: Tensor, rows: int) -> Tensor:
 def _fake_quantize_key(key: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     *lead, tokens, dim = key.shape
     codes = key.new_empty((*lead, tokens, (dim * bits + 7) // 8), dtype=torch.uint8)
-    scale = key.new_empty((*lead, (tokens + group_size - 1) // group_size, dim), dtype=metadata_dtype or key.dtype)
-    return codes, scale, torch.empty_like(scale)
+    grid = (*lead, (tokens + group_size - 1) // group_size, dim)
+    return codes, *(key.new_empty(grid, dtype=metadata_dtype or key.dtype) for _ in range(2))
 
 
 def _fake_quantize_value(value: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     *lead, tokens, dim = value.shape
     codes = value.new_empty((*lead, tokens, (dim * bits + 7) // 8), dtype=torch.uint8)
-    scale = value.new_empty((*lead, tokens, (dim + group_size - 1) // group_size), dtype=metadata_dtype or value.dtype)
-    return codes, scale, torch.empty_like(scale)
+    grid = (*lead, tokens, (dim + group_size - 1) // group_size)
+    return codes, *(value.new_empty(grid, dtype=metadata_dtype or value.dtype) for _ in range(2))
 
 
-def _fake_unpack(
-    codes: Tensor, scale: Tensor, min: Tensor, bits: int, group_size: int, head_dim: int, dtype: torch.dtype
-) -> Tensor:
+def _fake_unpack(codes: Tensor, scale: Tensor, min: Tensor, bits: int, group_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], head_dim), dtype=dtype)
 
 

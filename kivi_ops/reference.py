@@ -271,9 +271,7 @@ class ReferenceCache:
 # ----------------------------------------------------------------------------------------------------- 4. one softmax
 
 
-def visibility(
-    mask: Tensor | None, is_causal: bool, start: int, new_tokens: int, tokens: int, padding: int
-) -> Tensor | None:
+def visibility(mask: Tensor | None, is_causal: bool, start: int, new_tokens: int, tokens: int, padding: int) -> Tensor | None:
     """What is added to one row's logits, float64 [..., S, tokens] (-inf hides), or None if every token is seen.
 
     Args:
@@ -353,7 +351,9 @@ def sealed_bytes(config: KiviConfig, key_tokens: float, value_tokens: float, key
     return key + value_tokens * (value_dim * config.value_bits / 8 + 2 * e * -(-value_dim // size))
 
 
-def ideal_bytes(config: KiviConfig, tokens: int, key_float: int, value_float: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> float:
+def ideal_bytes(
+    config: KiviConfig, tokens: int, key_float: int, value_float: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> float:
     """Bytes of T tokens of one KV head and row with rK and rV of them in float: contract section 5, first formula."""
     floats = (key_float * key_dim + value_float * value_dim) * dtype.itemsize
     return sealed_bytes(config, tokens - key_float, tokens - value_float, key_dim, value_dim, dtype) + floats

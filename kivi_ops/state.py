@@ -110,9 +110,7 @@ class KiviState:
 
     def append(self, key: Tensor, value: Tensor, position: Tensor, count: Tensor | None = None) -> None:
         """``kivi::append`` (see :mod:`kivi_ops.ops`)."""
-        torch.ops.kivi.append(
-            key, value, *self.tensors().values(), position, count, **self.config.op_kwargs(self.capacity, self.dtype)
-        )
+        torch.ops.kivi.append(key, value, *self.tensors().values(), position, count, **self.config.op_kwargs(self.capacity, self.dtype))
 
     def update(self, key: Tensor, value: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """``kivi::update`` (see :mod:`kivi_ops.ops`)."""

@@ -70,7 +70,9 @@ def assert_close(name: str, actual: Tensor, expected: Tensor, ratio: float) -> N
     """Relative norm of the error at most ``ratio``; NaN must be where NaN is expected."""
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     assert actual.shape == expected.shape, f"{name}: {list(actual.shape)}, expected {list(expected.shape)}"
-    assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: NaN in {int(actual.isnan().sum())} places, not {int(expected.isnan().sum())}"
+    assert torch.equal(actual.isnan(), expected.isnan()), (
+        f"{name}: NaN in {int(actual.isnan().sum())} places, not {int(expected.isnan().sum())}"
+    )
     actual, expected = actual.nan_to_num(), expected.nan_to_num()
     error, size = (actual - expected).norm().item(), expected.norm().item()
     assert error <= ratio * max(size, 1e-30) or error == 0.0, f"{name}: relative error {error / max(size, 1e-30):.2e}, allowed {ratio:.0e}"

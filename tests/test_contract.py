@@ -371,7 +371,9 @@ def test_worked_memory():
 
 @pytest.mark.parametrize("capacity", [50, 127, 128, 129, 4096, 5000])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (100, 80), (33, 256)], ids=str)
-@pytest.mark.parametrize("config", [KiviConfig(), KiviConfig(4, 8, 64, 64, rollback_margin=6), KiviConfig(8, 2, metadata_dtype=F32)], ids=str)
+@pytest.mark.parametrize(
+    "config", [KiviConfig(), KiviConfig(4, 8, 64, 64, rollback_margin=6), KiviConfig(8, 2, metadata_dtype=F32)], ids=str
+)
 def test_held_bytes_are_the_formula(capacity, dims, config):
     rows, heads = 3, 2
     state = KiviState.allocate(config, rows, heads, capacity, *dims, F16)
