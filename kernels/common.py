@@ -1,0 +1,196 @@
+"""What the kernels share: float conversions, one group's numbers, a row's span of tokens, and reading tokens of a mixed state.
+
+Record addresses follow :mod:`kivi_ops.kernels.layout`; its symbols in capitals are ``TOKENS`` (N), ``PARTS`` (H or P) and
+``TOKEN_PARTS`` (E). Must not know of launches, grids or devices.
+
+bf16 is widened and rounded by hand: the interpreter, which runs these kernels in tests without a GPU, truncates instead of
+rounding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widen(x):
+    """float16, bfloat16 or float32 as float32, exactly."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 rounded to nearest even in ``DTYPE``."""
+    if DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        bits = tl.where(x != x, 0x7FC0, bits)  # the carry could turn a NaN into a number
+        rounded = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = x.to(DTYPE)
+    return rounded
+
+
+@triton.jit
+def restore(codes, scale, minimum):
+    """min + scale * code in float32; unfused where the launch says ``enable_fp_fusion=False`` (contract section 1)."""
+    return widen(minimum) + widen(scale) * codes.to(tl.float32)
+
+
+@triton.jit
+def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr):
+    """Quantise groups that lie along ``AXIS`` (contract section 1).
+
+    x: float32; valid: bool of its shape, lanes that belong to the group.
+    Returns codes int32 of its shape, scale and min in METADATA without that axis.
+    """
+    LEVELS: tl.constexpr = 2**BITS - 1
+    LARGEST: tl.constexpr = (
+        65504.0 if METADATA == tl.float16 else (3.3895313892515355e38 if METADATA == tl.bfloat16 else 3.4028234663852886e38)
+    )
+    INFINITY: tl.constexpr = float("inf")
+    finite = tl.abs(x) < INFINITY  # false for NaN, which min and max would drop
+    broken = tl.max((valid & (finite == 0)).to(tl.int32), AXIS) > 0
+    counted = valid & finite
+    minimum = tl.min(tl.where(counted, x, INFINITY), AXIS)
+    maximum = tl.max(tl.where(counted, x, -INFINITY), AXIS)
+    minimum = tl.minimum(tl.maximum(minimum, -LARGEST), LARGEST)
+    maximum = tl.minimum(tl.maximum(maximum, -LARGEST), LARGEST)
+    minimum = tl.where(minimum == 0.0, 0.0, minimum)  # never -0.0
+    scale = narrow(tl.minimum(tl.div_rn(maximum - minimum, LEVELS * 1.0), LARGEST), METADATA)
+    minimum = narrow(minimum, METADATA)
+    constant = widen(scale) == 0.0
+    scale = tl.where(constant, tl.full(scale.shape, 1.0, METADATA), scale)
+
+    # Codes come from the stored, rounded pair.
+    code = tl.div_rn(x - tl.expand_dims(widen(minimum), AXIS), tl.expand_dims(widen(scale), AXIS))
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
+    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds half to even
+    plain = tl.expand_dims((constant | broken) == 0, AXIS) & finite
+    codes = tl.where(plain, code, 0.0).to(tl.int32)
+    nan = tl.full(scale.shape, float("nan"), METADATA)
+    return codes, tl.where(broken, nan, scale), tl.where(broken, nan, minimum)
+
+
+@triton.jit
+def row_span(position_ptr, position_stride, left_padding_ptr, row, new_tokens, capacity):
+    """The columns of this call in one batch row: start column (int64), padding, and first and end as the row's own token indices.
+
+    Columns past the capacity are cut off. ``first`` is negative where the call begins with pads.
+    """
+    start = tl.load(position_ptr + row * position_stride).to(tl.int64)
+    padding = tl.load(left_padding_ptr + row)
+    first = (tl.minimum(start, capacity) - padding).to(tl.int32)
+    end = (tl.minimum(start + new_tokens, capacity) - padding).to(tl.int32)
+    return start, padding, first, end
+
+
+@triton.jit
+def visible_boundary(sealed, first, AFTER: tl.constexpr):
+    """Below which token a step reads records (contract section 3): ``sealed`` is the stored boundary."""
+    if AFTER:
+        boundary = tl.minimum(sealed, tl.maximum(first, 0))
+    else:
+        boundary = tl.where(first > 0, sealed, 0)  # a first prefill sees the floats it was given
+    return boundary
+
+
+@triton.jit
+def restore_tile(
+    words_ptr,
+    meta_ptr,
+    base_record,
+    token,
+    channel,
+    inside,
+    IS_KEY: tl.constexpr,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Sealed tokens as float32 [tokens, channels], 0 where ``inside`` is false.
+
+    words_ptr: int16 records; meta_ptr: the same memory in the metadata dtype. base_record: number of the (row, head)'s first record,
+    int64. token [tokens]; channel [channels].
+    """
+    TOKEN_PARTS: tl.constexpr = 16 // BITS // PARTS
+    CODE_WORDS: tl.constexpr = DIM // PARTS * (GROUP if IS_KEY else TOKENS // TOKEN_PARTS)
+    PAIRS: tl.constexpr = TOKEN_PARTS * DIM if IS_KEY else (DIM + GROUP - 1) // GROUP * TOKENS
+    META_WORDS: tl.constexpr = meta_ptr.dtype.element_ty.primitive_bitwidth // 16
+    META_RECORD: tl.constexpr = CODE_WORDS // META_WORDS + 2 * PAIRS  # a record, counted in metadata values
+    PART_CHANNELS: tl.constexpr = DIM // PARTS
+
+    record = (base_record + token // TOKENS)[:, None]
+    local = token % TOKENS
+    channel_part, channel_in_part = channel // PART_CHANNELS, channel % PART_CHANNELS
+    if IS_KEY:
+        token_part, token_in_part = local // GROUP, local % GROUP
+        field = (channel_part * TOKEN_PARTS)[None, :] + token_part[:, None]
+        word = (token_in_part * PART_CHANNELS)[:, None] + channel_in_part[None, :]
+        pair = (token_part * DIM)[:, None] + channel[None, :]
+    else:
+        COLUMNS: tl.constexpr = TOKENS // TOKEN_PARTS
+        token_part, token_in_part = local // COLUMNS, local % COLUMNS
+        field = (token_part * PARTS)[:, None] + channel_part[None, :]
+        word = token_in_part[:, None] + (channel_in_part * COLUMNS)[None, :]
+        pair = local[:, None] + (channel // GROUP * TOKENS)[None, :]
+    words = tl.load(words_ptr + record * (META_RECORD * META_WORDS) + word, mask=inside, other=0).to(tl.int32)
+    codes = (words >> (field * BITS)) & (2**BITS - 1)
+    pair_ptr = meta_ptr + record * META_RECORD + CODE_WORDS // META_WORDS + pair
+    scale = tl.load(pair_ptr, mask=inside, other=0.0)
+    minimum = tl.load(pair_ptr + PAIRS, mask=inside, other=0.0)
+    return restore(codes, scale, minimum)
+
+
+@triton.jit
+def token_tile(
+    words_ptr,
+    meta_ptr,
+    base_record,
+    window_ptr,
+    fresh_ptr,
+    token_stride,
+    channel_stride,
+    block_start,
+    boundary,
+    first,
+    end,
+    window_rows,
+    IS_KEY: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tokens ``block_start`` .. + BLOCK of one row and head as a step sees them: float32 [BLOCK, DIM_BLOCK], 0 outside 0 .. end.
+
+    Records below ``boundary``, then the window, and from ``first`` on the new tokens. window_ptr and fresh_ptr point at the row and head.
+    """
+    token = block_start + tl.arange(0, BLOCK)
+    channel = tl.arange(0, DIM_BLOCK)
+    real = ((token >= 0) & (token < end))[:, None] & (channel < DIM)[None, :]
+    tile = tl.zeros([BLOCK, DIM_BLOCK], tl.float32)
+    if block_start < boundary:
+        sealed = real & (token < boundary)[:, None]
+        tile = restore_tile(words_ptr, meta_ptr, base_record, token, channel, sealed, IS_KEY, DIM, BITS, GROUP, TOKENS, PARTS)
+    if block_start + BLOCK > boundary:
+        if block_start < first:
+            kept = real & ((token >= boundary) & (token < first))[:, None]
+            row = (token % window_rows).to(tl.int64)[:, None]
+            tile = tl.where(kept, widen(tl.load(window_ptr + row * DIM + channel[None, :], mask=kept, other=0.0)), tile)
+        if block_start + BLOCK > first:
+            fresh = real & ((token >= boundary) & (token >= first))[:, None]
+            fresh_row = (token - first).to(tl.int64)[:, None] * token_stride
+            fresh_channel = channel.to(tl.int64)[None, :] * channel_stride
+            tile = tl.where(fresh, widen(tl.load(fresh_ptr + fresh_row + fresh_channel, mask=fresh, other=0.0)), tile)
+    return tile

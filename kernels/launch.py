@@ -1,0 +1,449 @@
+"""What runs each operator on a GPU: grids, tile sizes and strides for the Triton kernels, one function an operator.
+
+Arguments are already checked (:mod:`kivi_ops.ops`); shapes and errors are documented there. Launches depend on shapes alone and
+read nothing back, so each can be captured in a graph; there is no autotuning for the same reason. Under Triton's interpreter the same
+functions take CPU tensors. Must not know of models or graphs.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kivi_ops.kernels.append import seal_kernel, write_kernel
+from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_NONE, attention_kernel, combine_kernel
+from kivi_ops.kernels.layout import RecordLayout, record_layout
+from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_kernel
+from kivi_ops.kernels.update import view_kernel
+
+TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a thread with 4 warps
+# By the larger head size, padded: query rows at most, and tokens, of an attention tile. The largest that hardly spill with 4 warps and fit
+# the 99 KB of shared memory that every GPU since sm_80 has.
+ATTENTION_BLOCKS = {64: (64, 64), 128: (64, 32), 256: (16, 16)}
+SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
+SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
+
+
+def _power(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _blocks(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def _device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Launch where the tensor is, not on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def _position_stride(position: Tensor, rows: int) -> int:
+    """Elements from one row's start to the next's; 0 where all rows share it."""
+    return position.stride(0) if position.dim() == 2 and position.shape[0] == rows else 0
+
+
+def _broadcast_strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _format(prefix: str, layout: RecordLayout) -> dict[str, int]:
+    """The compile-time constants that describe one role's records to a kernel."""
+    constants = {"DIM": layout.head_dim, "BITS": layout.bits, "TOKENS": layout.tokens, "PARTS": layout.channel_parts}
+    return {prefix + name: value for name, value in constants.items()}
+
+
+def _layouts(
+    key: Tensor, value: Tensor, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype
+) -> tuple[RecordLayout, RecordLayout]:
+    return (
+        record_layout("key", key.shape[-1], key_bits, group_size, metadata_dtype),
+        record_layout("value", value.shape[-1], value_bits, group_size, metadata_dtype),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- functional operators
+
+
+def _quantize_pack(
+    x: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype, per_channel: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    *lead, tokens, dim = x.shape
+    grid = (_blocks(tokens, group_size), dim) if per_channel else (tokens, _blocks(dim, group_size))
+    codes = x.new_empty((*lead, tokens, _blocks(dim * bits, 8)), dtype=torch.uint8)
+    scale = x.new_empty((*lead, *grid), dtype=metadata_dtype)
+    minimum = torch.empty_like(scale)
+    if x.numel() == 0:
+        return codes, scale, minimum
+    x = x.reshape(-1, tokens, dim)
+    if per_channel:
+        token_block = group_size
+        channel_block = max(min(_power(dim), TILE // token_block), 8 // bits)
+    else:
+        channel_block = max(min(_power(dim), TILE // 16), group_size, 8 // bits)
+        token_block = min(_power(tokens), TILE // channel_block)
+    with _device(x):
+        quantize_pack_kernel[(x.shape[0] * _blocks(tokens, token_block) * _blocks(dim, channel_block),)](
+            x,
+            codes,
+            scale,
+            minimum,
+            *x.stride(),
+            tokens,
+            DIM=dim,
+            PER_CHANNEL=per_channel,
+            BITS=bits,
+            GROUP=group_size,
+            TOKEN_BLOCK=token_block,
+            CHANNEL_BLOCK=channel_block,
+            enable_fp_fusion=False,
+        )
+    return codes, scale, minimum
+
+
+def _unpack_dequantize(
+    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, head_dim: int, dtype: torch.dtype, per_channel: bool
+) -> Tensor:
+    out = codes.new_empty((*codes.shape[:-1], head_dim), dtype=dtype)
+    if out.numel() == 0:
+        return out
+    tokens = codes.shape[-2]
+    channel_block = min(_power(head_dim), TILE // 16)
+    token_block = min(_power(tokens), TILE // channel_block)
+    batch = out.numel() // (tokens * head_dim)
+    with _device(codes):
+        unpack_dequantize_kernel[(batch * _blocks(tokens, token_block) * _blocks(head_dim, channel_block),)](
+            codes.contiguous(),
+            scale.contiguous(),
+            minimum.contiguous(),
+            out,
+            tokens,
+            DIM=head_dim,
+            PER_CHANNEL=per_channel,
+            BITS=bits,
+            GROUP=group_size,
+            TOKEN_BLOCK=token_block,
+            CHANNEL_BLOCK=channel_block,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def quantize_pack_key(key: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return _quantize_pack(key, bits, group_size, metadata_dtype, True)
+
+
+def quantize_pack_value(value: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return _quantize_pack(value, bits, group_size, metadata_dtype, False)
+
+
+def unpack_dequantize_key(
+    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    return _unpack_dequantize(codes, scale, minimum, bits, group_size, head_dim, dtype, True)
+
+
+def unpack_dequantize_value(
+    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    return _unpack_dequantize(codes, scale, minimum, bits, group_size, head_dim, dtype, False)
+
+
+# ------------------------------------------------------------------------------------------------------------- attention
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_records: Tensor,
+    value_records: Tensor,
+    key_window: Tensor,
+    value_window: Tensor,
+    sealed: Tensor,
+    left_padding: Tensor,
+    position: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    softcap: float | None,
+    *,
+    capacity: int,
+    key_bits: int,
+    value_bits: int,
+    group_size: int,
+    metadata_dtype: torch.dtype,
+    seal: str,
+) -> Tensor:
+    rows, query_heads, new_tokens, key_dim = query.shape
+    heads, value_dim = value.shape[1], value.shape[3]
+    key_layout, value_layout = _layouts(key, value, key_bits, value_bits, group_size, metadata_dtype)
+    repeats = query_heads // heads
+    query_rows = new_tokens * repeats
+    key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
+    largest_query_block, token_block = ATTENTION_BLOCKS[max(64, key_block, value_block)]
+    query_block = min(max(16, _power(query_rows)), largest_query_block)
+    query_blocks = _blocks(query_rows, query_block)
+    wanted = _blocks(SPLIT_PROGRAMS, rows * heads * query_blocks)
+    splits = min(wanted, _blocks(capacity, SPLIT_TOKENS))
+
+    out = query.new_empty((rows, query_heads, new_tokens, value_dim))
+    slots = (rows * heads, splits, query_rows)
+    partial = maximum = total = out
+    if splits > 1:
+        partial = query.new_empty((*slots, value_dim), dtype=torch.float32)
+        maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
+    if attn_mask is None:
+        kind, mask, mask_strides, columns = MASK_CAUSAL if is_causal else MASK_NONE, out, (0, 0, 0, 0), 0
+    else:
+        kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
+        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+        mask_strides = _broadcast_strides(attn_mask)
+        columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
+    position_stride = _position_stride(position, rows)
+    shape = {
+        "REPEATS": repeats,
+        "VALUE_DIM_BLOCK": value_block,
+        "SPLITS": splits,
+        "QUERY_BLOCK": query_block,
+        "TOKEN_BLOCK": token_block,
+    }
+    with _device(query):
+        attention_kernel[(rows * heads * splits, query_blocks)](
+            query,
+            key,
+            value,
+            key_records,
+            key_records.view(metadata_dtype),
+            value_records,
+            value_records.view(metadata_dtype),
+            key_window,
+            value_window,
+            sealed,
+            left_padding,
+            position,
+            mask,
+            out,
+            partial,
+            maximum,
+            total,
+            *query.stride(),
+            *key.stride(),
+            *value.stride(),
+            position_stride,
+            *mask_strides,
+            columns,
+            heads,
+            new_tokens,
+            capacity,
+            key_window.shape[2],
+            key_records.shape[2],
+            value_records.shape[2],
+            scale,
+            1.0 if softcap is None else softcap,
+            AFTER=seal == "after_attention",
+            MASK=kind.value,
+            HAS_SOFTCAP=softcap is not None,
+            GROUP=group_size,
+            KEY_DIM_BLOCK=key_block,
+            **_format("KEY_", key_layout),
+            **_format("VALUE_", value_layout),
+            **shape,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+        if splits > 1:
+            combine_kernel[(rows * heads, query_blocks)](
+                partial,
+                maximum,
+                total,
+                left_padding,
+                position,
+                out,
+                position_stride,
+                heads,
+                new_tokens,
+                capacity,
+                VALUE_DIM=value_dim,
+                **shape,
+                enable_fp_fusion=True,
+            )
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- append
+
+
+def _seal_programs(layout: RecordLayout, records: int, tokens: int) -> tuple[int, int]:
+    """Programs a row and head needs to seal ``tokens`` consecutive tokens wherever they lie, and columns of each one's block."""
+    column_block = max(1, min(_power(layout.columns), TILE // layout.group_size))
+    touched = min(records, _blocks(tokens + layout.group_size, layout.tokens) + 1)
+    return touched * _blocks(layout.rows, layout.group_size) * _blocks(layout.columns, column_block), column_block
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    key_records: Tensor,
+    value_records: Tensor,
+    key_window: Tensor,
+    value_window: Tensor,
+    sealed: Tensor,
+    left_padding: Tensor,
+    length: Tensor,
+    position: Tensor,
+    count: Tensor | None,
+    *,
+    capacity: int,
+    key_bits: int,
+    value_bits: int,
+    group_size: int,
+    metadata_dtype: torch.dtype,
+    residual_length: int,
+    rollback_margin: int,
+) -> None:
+    rows, heads, new_tokens, key_dim = key.shape
+    value_dim, window_rows = value.shape[3], key_window.shape[2]
+    key_layout, value_layout = _layouts(key, value, key_bits, value_bits, group_size, metadata_dtype)
+    position = _apart(position, length)
+    sealable = new_tokens + window_rows
+    key_programs, key_columns = _seal_programs(key_layout, key_records.shape[2], sealable)
+    value_programs, value_columns = _seal_programs(value_layout, value_records.shape[2], sealable)
+    programs = key_programs + value_programs
+    has_count = count is not None
+    strides = (*key.stride(), *value.stride(), _position_stride(position, rows))
+    written = min(new_tokens, window_rows)
+    widest = max(_power(key_dim), _power(value_dim))
+    token_block = min(_power(written), max(1, TILE // widest))
+    write_programs = _blocks(written, token_block)
+    with _device(key):
+        seal_kernel[(rows * heads * programs,)](
+            key,
+            value,
+            key_records,
+            key_records.view(metadata_dtype),
+            value_records,
+            value_records.view(metadata_dtype),
+            key_window,
+            value_window,
+            sealed,
+            left_padding,
+            position,
+            count if has_count else position,
+            *strides,
+            heads,
+            new_tokens,
+            capacity,
+            window_rows,
+            key_records.shape[2],
+            value_records.shape[2],
+            key_programs,
+            programs,
+            residual_length,
+            rollback_margin,
+            HAS_COUNT=has_count,
+            GROUP=group_size,
+            **_format("KEY_", key_layout),
+            KEY_COLUMN_BLOCK=key_columns,
+            **_format("VALUE_", value_layout),
+            VALUE_COLUMN_BLOCK=value_columns,
+            enable_fp_fusion=False,
+        )
+        write_kernel[(rows * heads * write_programs,)](
+            key,
+            value,
+            key_window,
+            value_window,
+            sealed,
+            left_padding,
+            length,
+            position,
+            count if has_count else position,
+            *strides,
+            rows,
+            heads,
+            new_tokens,
+            capacity,
+            window_rows,
+            write_programs,
+            residual_length,
+            rollback_margin,
+            HAS_COUNT=has_count,
+            KEY_DIM=key_dim,
+            KEY_DIM_BLOCK=_power(key_dim),
+            VALUE_DIM=value_dim,
+            VALUE_DIM_BLOCK=_power(value_dim),
+            TOKEN_BLOCK=token_block,
+            ROW_BLOCK=128,
+            enable_fp_fusion=True,
+        )
+
+
+def _apart(position: Tensor, length: Tensor) -> Tensor:
+    """``position`` as it was before ``length`` is written, when the one is a view of the other."""
+    return position.clone() if position.data_ptr() == length.data_ptr() else position
+
+
+# ---------------------------------------------------------------------------------------------------------------- update
+
+
+def update(
+    key: Tensor,
+    value: Tensor,
+    key_records: Tensor,
+    value_records: Tensor,
+    key_window: Tensor,
+    value_window: Tensor,
+    sealed: Tensor,
+    left_padding: Tensor,
+    length: Tensor,
+    position: Tensor,
+    *,
+    seal: str,
+    **format: Any,
+) -> tuple[Tensor, Tensor]:
+    rows, heads, new_tokens, _ = key.shape
+    capacity, group_size = format["capacity"], format["group_size"]
+    layouts = _layouts(key, value, format["key_bits"], format["value_bits"], group_size, format["metadata_dtype"])
+    views = key.new_empty((rows, heads, capacity, key.shape[3])), value.new_empty((rows, heads, capacity, value.shape[3]))
+    if rows == 0:
+        return views
+    state = (key_records, value_records, key_window, value_window, sealed, left_padding, length)
+    position = _apart(position, length)
+    if seal == "before_attention" and new_tokens:
+        append(key, value, *state, position, None, **format)
+    sources = ((key, key_records, key_window), (value, value_records, value_window))
+    with _device(key):
+        for (fresh, records, window), layout, view in zip(sources, layouts, views, strict=True):
+            dim_block = _power(layout.head_dim)
+            token_block = min(_power(capacity), TILE // dim_block)
+            view_kernel[(rows * heads * _blocks(capacity, token_block),)](
+                fresh,
+                records,
+                records.view(format["metadata_dtype"]),
+                window,
+                sealed,
+                left_padding,
+                position,
+                view,
+                *fresh.stride(),
+                _position_stride(position, rows),
+                heads,
+                new_tokens,
+                capacity,
+                window.shape[2],
+                records.shape[2],
+                AFTER=seal == "after_attention",
+                IS_KEY=layout.role == "key",
+                GROUP=group_size,
+                DIM_BLOCK=dim_block,
+                **_format("", layout),
+                TOKEN_BLOCK=token_block,
+                enable_fp_fusion=False,
+            )
+    if seal == "after_attention" and new_tokens:
+        append(key, value, *state, position, None, **format)
+    return views
