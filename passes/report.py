@@ -1,0 +1,63 @@
+"""What the pass did to a graph, in plain strings: nothing here keeps a graph or a tensor alive."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One attention over a cache. ``how``: its spelling if ``rewritten``, else the reason why not. ``layer``, ``source``: "" if not known."""
+
+    rewritten: bool
+    how: str
+    layer: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class RewriteReport:
+    """One graph: its sites in the order in which they run, and a ``note`` where there is something to say of the whole."""
+
+    sites: tuple[SiteReport, ...] = ()
+    note: str = ""
+
+    @property
+    def rewritten(self) -> tuple[SiteReport, ...]:
+        return tuple(site for site in self.sites if site.rewritten)
+
+    @property
+    def refused(self) -> tuple[SiteReport, ...]:
+        return tuple(site for site in self.sites if not site.rewritten)
+
+    @property
+    def summary(self) -> str:
+        line = f"{len(self.rewritten)} of {len(self.sites)} attention sites rewritten"
+        return f"{line} ({self.note})" if self.note else line
+
+    def __str__(self) -> str:
+        head = ("layer", "", "spelling or reason", "source")
+        rows = [(site.layer or "-", "rewritten" if site.rewritten else "refused", site.how, site.source or "-") for site in self.sites]
+        if not rows:
+            return self.summary
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
+        return "\n".join((self.summary, *table))
+
+
+_REPORTS: deque[RewriteReport] = deque(maxlen=64)
+
+
+def remember(report: RewriteReport) -> None:
+    _REPORTS.append(report)
+
+
+def reports() -> tuple[RewriteReport, ...]:
+    """The reports of the last graphs that ``backend="kivi"`` was given in this process, oldest first, 64 at most."""
+    return tuple(_REPORTS)
+
+
+def last_report() -> RewriteReport | None:
+    """The report of the last graph that ``backend="kivi"`` was given, None if there was none yet."""
+    return _REPORTS[-1] if _REPORTS else None

@@ -1,0 +1,108 @@
+"""Edits the graph: update + attention becomes attention + append, or append + attention. Decides nothing.
+
+Erases only nodes that a match owns, one by one: dead-code elimination would take cache writes along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from kivi_ops.passes.match import STATE_NAMES, AttentionSite, cache_writes, unwrapped
+from kivi_ops.passes.nodes import storages, value
+from kivi_ops.passes.plan import Plan
+
+aten = torch.ops.aten
+kivi = torch.ops.kivi
+
+_READ_FORMAT = ("capacity", "key_bits", "value_bits", "group_size", "metadata_dtype")
+_APPEND_FORMAT = (*_READ_FORMAT, "residual_length", "rollback_margin")
+_KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+def rewrite(module: GraphModule, plans: Iterable[Plan]) -> None:
+    """Carry ``plans`` out, in place. Every new node has ``meta["val"]``."""
+    for plan in plans:
+        _rewrite_site(module.graph, plan)
+    module.graph.lint()
+    module.recompile()
+
+
+def settle_positions(module: GraphModule) -> None:
+    """Give every ``kivi::update`` a position that cannot turn into the live ``length``, which it advances.
+
+    A clone is not enough: Inductor drops it and hands the operator one tensor to read as position and to write as length. A copy in
+    another dtype stays.
+    """
+    for write in cache_writes(module.graph):
+        position, length = write.arguments["position"], write.arguments["length"]
+        if storages(unwrapped(position)[0]) & storages(length):
+            with module.graph.inserting_before(write.node):
+                settled = _call(module.graph, write.node, aten.to.dtype, position, torch.int32)
+            index = list(write.arguments).index("position")
+            if index < len(write.node.args):
+                write.node.update_arg(index, settled)
+            else:
+                write.node.update_kwarg("position", settled)
+    module.graph.lint()
+    module.recompile()
+
+
+def _rewrite_site(graph: Graph, plan: Plan) -> None:
+    site, given = plan.site, plan.site.write.arguments
+    attention, output = site.attention, site.attention.output
+    position = given["position"]
+    state = {name: given[name] for name in STATE_NAMES}
+    read_state = [node for name, node in state.items() if name != "length"]
+
+    def append() -> None:
+        kwargs = {name: given[name] for name in _APPEND_FORMAT}
+        _call(graph, output, kivi.append.default, given["key"], given["value"], *state.values(), position, **kwargs)
+
+    def attend() -> Node:
+        return _call(
+            graph,
+            output,
+            kivi.attention.default,
+            *(attention.query, given["key"], given["value"], *read_state, position),
+            *(attention.attn_mask, False, attention.scale, attention.softcap),
+            **{name: given[name] for name in (*_READ_FORMAT, "seal")},
+        )
+
+    with graph.inserting_before(output):
+        if given["seal"] == "before_attention":
+            append()
+            result = attend()
+        else:
+            result = attend()
+            append()
+        result = _in_order(graph, result, plan.order)
+    output.replace_all_uses_with(result)
+    _erase(graph, site)
+
+
+def _in_order(graph: Graph, node: Node, order: tuple[int, ...]) -> Node:
+    """The same tensor, laid out densely in ``order``."""
+    if order == tuple(sorted(order)):
+        return node
+    inverse = [order.index(dim) for dim in range(len(order))]
+    moved = _call(graph, node, aten.permute.default, node, list(order))
+    dense = _call(graph, node, aten.contiguous.default, moved)
+    return _call(graph, node, aten.permute.default, dense, inverse)
+
+
+def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node with its fake value, which says that it comes from where ``like`` does."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
+    node.meta["val"] = target(*torch.fx.node.map_arg(args, value), **torch.fx.node.map_arg(kwargs, value))
+    return node
+
+
+def _erase(graph: Graph, site: AttentionSite) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node in site.owned:
+            graph.erase_node(node)
