@@ -226,9 +226,7 @@ def attention_kernel(
         accumulated = accumulated * decay[:, None] + tl.dot(weights, values, input_precision="tf32x3")
 
     if SPLITS == 1:
-        store_output(
-            out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, REPEATS, VALUE_DIM, VALUE_DIM_BLOCK
-        )
+        store_output(out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, REPEATS, VALUE_DIM, VALUE_DIM_BLOCK)
     else:
         query_rows = new_tokens * REPEATS
         slot = (row_head * SPLITS + split) * query_rows + query_row
@@ -274,7 +272,7 @@ def combine_kernel(
     maximum = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_BLOCK], tl.float32)
     accumulated = tl.zeros([QUERY_BLOCK, VALUE_DIM_BLOCK], tl.float32)
-    for split in range(0, active_splits):
+    for split in range(active_splits):
         slot = (row_head * SPLITS + split) * query_rows + query_row
         split_maximum = tl.load(maximum_ptr + slot, mask=mask_rows, other=float("-inf"))
         merged = tl.maximum(maximum, split_maximum)

@@ -20,9 +20,9 @@ from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_ke
 from kivi_ops.kernels.update import view_kernel
 
 TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a thread with 4 warps
-# By the larger head size, padded: query rows at most, and tokens, of an attention tile. The largest that hardly spill with 4 warps and fit
+# By the larger head size, padded: query rows at most, and tokens, of an attention tile. Few spills with 4 warps, and within
 # the 99 KB of shared memory that every GPU since sm_80 has.
-ATTENTION_BLOCKS = {64: (64, 64), 128: (64, 32), 256: (16, 16)}
+ATTENTION_BLOCKS = {128: (64, 32), 256: (16, 16)}
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 
@@ -68,9 +68,7 @@ def _layouts(
 # ------------------------------------------------------------------------------------------------- functional operators
 
 
-def _quantize_pack(
-    x: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype, per_channel: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_pack(x: Tensor, bits: int, group_size: int, metadata_dtype: torch.dtype, per_channel: bool) -> tuple[Tensor, Tensor, Tensor]:
     *lead, tokens, dim = x.shape
     grid = (_blocks(tokens, group_size), dim) if per_channel else (tokens, _blocks(dim, group_size))
     codes = x.new_empty((*lead, tokens, _blocks(dim * bits, 8)), dtype=torch.uint8)
@@ -184,7 +182,7 @@ def attention(
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
     key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
-    largest_query_block, token_block = ATTENTION_BLOCKS[max(64, key_block, value_block)]
+    largest_query_block, token_block = ATTENTION_BLOCKS[max(128, key_block, value_block)]
     query_block = min(max(16, _power(query_rows)), largest_query_block)
     query_blocks = _blocks(query_rows, query_block)
     wanted = _blocks(SPLIT_PROGRAMS, rows * heads * query_blocks)
@@ -197,7 +195,8 @@ def attention(
         partial = query.new_empty((*slots, value_dim), dtype=torch.float32)
         maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
     if attn_mask is None:
-        kind, mask, mask_strides, columns = MASK_CAUSAL if is_causal else MASK_NONE, out, (0, 0, 0, 0), 0
+        kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, out, 0
+        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     else:
         kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask

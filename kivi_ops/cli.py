@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _DESCRIPTION = "KIVI: a key-value cache in 2, 4 or 8 bits for PyTorch and transformers."
 _DEMO = """\
@@ -36,7 +36,7 @@ def bits(text: str) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def _at_least(least: int) -> object:
+def _at_least(least: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
@@ -46,7 +46,11 @@ def _at_least(least: int) -> object:
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="kivi-ops", description=_DESCRIPTION, epilog="kivi-ops COMMAND --help tells more. With KIVI_OPS_TRACEBACK=1 an error shows where it was raised.")
+    root = argparse.ArgumentParser(
+        prog="kivi-ops",
+        description=_DESCRIPTION,
+        epilog="kivi-ops COMMAND --help tells more. With KIVI_OPS_TRACEBACK=1 an error shows where it was raised.",
+    )
     root.add_argument("--version", action="store_true", help="print the version and exit")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.add_parser(

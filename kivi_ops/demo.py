@@ -68,7 +68,7 @@ step for a child of ten years.
 
 def sample_text() -> str:
     """35,000 characters of the Python 3.11 documentation, shipped as data so that perplexities are comparable everywhere."""
-    data = resources.files("kivi_ops").joinpath("data", "python_topics.txt.gz").read_bytes()
+    data = (resources.files("kivi_ops") / "data" / "python_topics.txt.gz").read_bytes()
     return gzip.decompress(data).decode()
 
 
@@ -361,7 +361,9 @@ def table(results: list[Result]) -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in rows
+    ]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(line.rstrip() for line in lines)
 

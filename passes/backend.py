@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch import Tensor
 from torch._logging import getArtifactLogger, trace_structured
 from torch.fx import GraphModule, Node
@@ -28,6 +29,7 @@ from kivi_ops.passes.plan import Plan, plan
 from kivi_ops.passes.report import RewriteReport, SiteReport, remember
 from kivi_ops.passes.rewrite import rewrite, settle_positions
 
+cache_config: Any = torch.compiler.config
 log = logging.getLogger("kivi_ops.passes")
 graph_log = getArtifactLogger("torch._dynamo.kivi", "graph_code")  # below torch's own logger: TORCH_LOGS=graph_code shows it
 
@@ -170,14 +172,15 @@ def _compile(module: GraphModule, example_inputs: Sequence[Any], options: Option
 
 
 def _inductor(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx as typed_compile_fx
 
+    compile_fx: Any = typed_compile_fx  # its type says what export gets
     patches = torch._inductor.list_mode_options(options.mode)
     if not _holds_kivi(module):
         return compile_fx(module, example_inputs, config_patches=patches or None)
     # Reordering would move attention behind the `append` that overwrites what it reads, at the price of a copy of the whole state.
     patches = {**patches, "reorder_for_locality": False}
-    with torch.compiler.config.patch(cache_key_tag=torch.compiler.config.cache_key_tag + package_tag()):
+    with cache_config.patch(cache_key_tag=cache_config.cache_key_tag + package_tag()):
         return compile_fx(module, example_inputs, config_patches=patches)
 
 
@@ -194,7 +197,7 @@ def _eager(module: GraphModule, example_inputs: Sequence[Any], options: Options)
 def _torch_tensorrt(module: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     import torch_tensorrt  # noqa: F401  registers the backend
 
-    return torch._dynamo.lookup_backend("torch_tensorrt")(module, example_inputs)
+    return torch._dynamo.lookup_backend("torch_tensorrt")(module, list(example_inputs))
 
 
 _COMPILERS: dict[str, Callable[[GraphModule, Sequence[Any], Options], Callable[..., Any]]] = {

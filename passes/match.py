@@ -204,7 +204,8 @@ def expanded_heads(node: Node) -> Read | None:
 
 def read_through(node: Node) -> Read:
     """What ``node`` reads, through copies and head expansions."""
-    repeats, passed = 1, []
+    repeats = 1
+    passed: list[Node] = []
     while True:
         node, copies = unwrapped(node)
         passed.extend(copies)
@@ -303,9 +304,8 @@ def _softmax_above(weights: Any) -> Node | None:
 def _read_eager(node: Node) -> Attention:
     """``matmul(dropout(softmax(softcap(matmul(q, k.T) * scale) + mask).to(dtype)), v)``, read upwards from its last node."""
     inner = [node]
-    above = node.args[0]
+    above: Any = node.args[0]
     while not is_op(above, aten.softmax, aten._softmax):
-        assert isinstance(above, Node)
         if is_op(above, aten.dropout):
             dropout = arguments(above)
             if dropout["train"] is not False and dropout["p"] != 0:
@@ -389,7 +389,8 @@ def _capped_scores(node: Node) -> tuple[Node, float | None, list[Node]]:
 
 def _scaled_scores(node: Node) -> tuple[Node, float, list[Node]]:
     """The product of Query and Keys under its constant factors, their product, and the nodes passed."""
-    scale, passed = 1.0, []
+    scale = 1.0
+    passed: list[Node] = []
     while True:
         factor = _factor(node)
         if factor is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
@@ -43,7 +44,10 @@ def normalise(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
             new._dynamo_source = old._dynamo_source
     traced.meta.update(module.meta)
     if hasattr(module, "_param_name_to_source"):
-        traced._param_name_to_source = module._param_name_to_source
+        # Constants that tracing made (of torch.tensor(2.0), say) are attributes now, and every attribute must have a source.
+        attributes = (name for name, _ in (*traced.named_parameters(), *traced.named_buffers()))
+        sources = {name: ConstantSource(f"kivi_{name}") for name in attributes}
+        traced._param_name_to_source = sources | module._param_name_to_source
     return traced
 
 

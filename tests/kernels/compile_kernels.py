@@ -22,7 +22,15 @@ from triton.backends.compiler import GPUTarget
 from kivi_ops import KiviConfig, KiviState
 from kivi_ops.kernels import launch
 
-KERNELS = ("quantize_pack_kernel", "unpack_dequantize_kernel", "attention_kernel", "combine_kernel", "seal_kernel", "write_kernel", "view_kernel")
+KERNELS = (
+    "quantize_pack_kernel",
+    "unpack_dequantize_kernel",
+    "attention_kernel",
+    "combine_kernel",
+    "seal_kernel",
+    "write_kernel",
+    "view_kernel",
+)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -61,12 +69,16 @@ def resources(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = {name: int(re.search(rf"{name}:(\d+)", text).group(1)) for name in ("REG", "STACK")}  # type: ignore[union-attr]
     return {"registers": found["REG"], "stack_bytes": found["STACK"], "shared_bytes": compiled.metadata.shared}
 
 
-def launch_all(dtype: torch.dtype, metadata: torch.dtype, bits: tuple[int, int], group: int, dims: tuple[int, int], new_tokens: int) -> None:
+def launch_all(
+    dtype: torch.dtype, metadata: torch.dtype, bits: tuple[int, int], group: int, dims: tuple[int, int], new_tokens: int
+) -> None:
     """Every operator once, with enough variants to reach each branch that is decided when compiling."""
     rows, heads, repeats, capacity = 2, 2, 4, 1024
     key, value = (torch.zeros(rows, heads, new_tokens, dim, dtype=dtype) for dim in dims)
@@ -82,7 +94,8 @@ def launch_all(dtype: torch.dtype, metadata: torch.dtype, bits: tuple[int, int],
         read, write = config.read_kwargs(capacity, dtype), config.op_kwargs(capacity, dtype)
         tensors = tuple(state.tensors().values())
         launch.attention(query, key, value, *tensors[:-1], position, mask, causal, 0.1, softcap, **read, seal=seal)
-        launch.append(key, value, *tensors, position, bounded, **write)
+        if seal == "after_attention":
+            launch.append(key, value, *tensors, position, bounded, **write)
     launch.update(key, value, *tensors, position, **write, seal=seal)
     for name, x, width in (("key", key, bits[0]), ("value", value, bits[1])):
         packed = getattr(launch, f"quantize_pack_{name}")(x, width, group, metadata)

@@ -9,7 +9,7 @@ import torch
 from helpers import ATTENTION_TOLERANCE, assert_close, poisoned_state, random_tokens
 from twin import Twin, launch_append, launch_attention
 
-from kivi_ops import KiviConfig, cpu
+from kivi_ops import KiviConfig, KiviState, cpu
 from kivi_ops.kernels import launch
 
 SMALL = KiviConfig(group_size=4, residual_length=8)
@@ -236,7 +236,7 @@ def test_a_captured_step_replays_at_any_length(seal: str) -> None:
     new = [x[:, :, :1].clone() for x in (query, key, value)]
     position = torch.zeros((), dtype=torch.int64, device="cuda")
 
-    def step(state, query, key, value, position):  # noqa: ANN001, ANN202
+    def step(state: KiviState, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         if seal == "before_attention":
             launch_append(state, key, value, position)
         output = launch_attention(state, query, key, value, position, is_causal=True)

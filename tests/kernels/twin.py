@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from helpers import ATTENTION_TOLERANCE, assert_close, assert_same_rows, poisoned_state, random_tokens, reference_of, reference_rows, valid_rows
+from helpers import (
+    ATTENTION_TOLERANCE,
+    assert_close,
+    assert_same_rows,
+    poisoned_state,
+    random_tokens,
+    reference_of,
+    reference_rows,
+    valid_rows,
+)
 from torch import Tensor
 
 from kivi_ops import KiviConfig, KiviState
@@ -37,9 +46,7 @@ def launch_attention(
     read = tuple(state.tensors().values())[:-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     format = state.config.read_kwargs(state.capacity, state.dtype)
-    return launch.attention(
-        query, key, value, *read, position, attn_mask, is_causal, scale, softcap, seal=state.config.seal, **format
-    )
+    return launch.attention(query, key, value, *read, position, attn_mask, is_causal, scale, softcap, seal=state.config.seal, **format)
 
 
 def tokens_held(state: KiviState, end: int) -> list[int]:
