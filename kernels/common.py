@@ -37,6 +37,16 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def constant_tile(value: tl.constexpr, like, DTYPE: tl.constexpr):
+    """A tile of ``value`` in DTYPE, of the shape of ``like``; NaN is the quiet NaN that torch writes."""
+    if DTYPE == tl.bfloat16:
+        tile = narrow(tl.full(like.shape, value, tl.float32), DTYPE)
+    else:
+        tile = tl.full(like.shape, value, DTYPE)
+    return tile
+
+
+@triton.jit
 def restore(codes, scale, minimum):
     """min + scale * code in float32; unfused where the launch says ``enable_fp_fusion=False`` (contract section 1)."""
     return widen(minimum) + widen(scale) * codes.to(tl.float32)
@@ -65,7 +75,7 @@ def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl
     scale = narrow(tl.minimum(tl.div_rn(maximum - minimum, LEVELS * 1.0), LARGEST), METADATA)
     minimum = narrow(minimum, METADATA)
     constant = widen(scale) == 0.0
-    scale = tl.where(constant, tl.full(scale.shape, 1.0, METADATA), scale)
+    scale = tl.where(constant, constant_tile(1.0, scale, METADATA), scale)
 
     # Codes come from the stored, rounded pair.
     code = tl.div_rn(x - tl.expand_dims(widen(minimum), AXIS), tl.expand_dims(widen(scale), AXIS))
@@ -73,7 +83,7 @@ def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl
     code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds half to even
     plain = tl.expand_dims((constant | broken) == 0, AXIS) & finite
     codes = tl.where(plain, code, 0.0).to(tl.int32)
-    nan = tl.full(scale.shape, float("nan"), METADATA)
+    nan = constant_tile(float("nan"), scale, METADATA)
     return codes, tl.where(broken, nan, scale), tl.where(broken, nan, minimum)
 
 

@@ -22,7 +22,7 @@ from kivi_ops.kernels.update import view_kernel
 TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a thread with 4 warps
 # By the larger head size, padded: query rows at most, and tokens, of an attention tile. Few spills with 4 warps, and within
 # the 99 KB of shared memory that every GPU since sm_80 has.
-ATTENTION_BLOCKS = {128: (64, 32), 256: (16, 16)}
+ATTENTION_BLOCKS = {128: (32, 32), 256: (16, 16)}
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 

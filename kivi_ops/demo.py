@@ -20,6 +20,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,7 @@ class Result:
     generation: Generation
     perplexity: float | None = None
     token_keys: float | None = None
+    rewritten: str = ""  # what backend="kivi" did to the decode step
 
 
 def bits_label(config: KiviConfig) -> str:
@@ -368,6 +370,51 @@ def table(results: list[Result]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+@dataclass
+class _Setting:
+    """What every cache is measured on."""
+
+    model: Any
+    prompt: Tensor
+    text: Tensor  # int64 [1, N]; N < 2: perplexity is left out
+    capacity: int
+    new_tokens: int
+    compiled: bool
+    progress: Progress
+
+    def generation(self, label: str, cache: Any, backend: str) -> Generation:
+        forward = _compile(self.model, backend, self.prompt.device) if self.compiled else None
+        doing = "compiling and generating" if self.compiled else "generating"
+        with self.progress.step(f"{label}: {doing}", self.new_tokens) as show:
+            return generate(self.model, self.prompt, cache, self.new_tokens, forward, show)
+
+    def perplexity(self, label: str, make_cache: Callable[[], Any]) -> float | None:
+        if self.text.shape[1] < 2:
+            return None
+        with self.progress.step(f"{label}: perplexity", self.text.shape[1]) as show:
+            return perplexity(self.model, self.text, make_cache, progress=show)
+
+    def float_result(self) -> Result:
+        make_cache = partial(static_cache, self.model, self.capacity)
+        cache = make_cache()
+        run = self.generation("float", cache, "inductor")
+        return Result("float", static_cache_bytes(cache), run, self.perplexity("float", make_cache))
+
+    def kivi_result(self, config: KiviConfig) -> Result:
+        from kivi_ops.passes import last_report
+
+        label, make_cache = bits_label(config), partial(kivi_cache, self.model, self.capacity, config)
+        cache = make_cache()
+        result = Result(label, 0, self.generation(label, cache, "kivi"))
+        result.held_bytes = cache.held_bytes()
+        report = last_report() if self.compiled else None
+        result.rewritten = "" if report is None else report.summary
+        result.perplexity = self.perplexity(label, make_cache)
+        wrong_axis = partial(reference_cache, self.model, self.capacity, config, key_axis="token")
+        result.token_keys = self.perplexity(f"{label}, Keys per token", wrong_axis)
+        return result
+
+
 def run(options: Namespace) -> None:
     """The demo with the options of :func:`kivi_ops.cli.parser`: prints texts and one table to stdout, progress to stderr.
 
@@ -386,48 +433,31 @@ def run(options: Namespace) -> None:
         print(f"No C++ compiler: {cpp_compiler()[1]}. The decode steps run uncompiled.", file=sys.stderr)
 
     measure = options.perplexity_tokens >= 2
-    progress = Progress(1 + (1 + len(configs)) * (1 + measure) + len(configs) * measure)
+    progress = Progress((3 if measure else 2) + len(configs) * (3 if measure else 1))
     name = options.model or _MODEL_NAME
     with progress.step(f"loading {name}"):
         model, tokenizer = load_smollm2(dtype) if options.model is None else load_model(options.model, dtype)
         model = model.to(device)
-    prompt = _encode_prompt(tokenizer, options.prompt or PROMPT).to(device)
+    prompt = _encode_prompt(tokenizer, PROMPT if options.prompt is None else options.prompt).to(device)
     text = tokenizer(sample_text(), return_tensors="pt").input_ids[:, : options.perplexity_tokens].to(device)
-    capacity = max(prompt.shape[1] + options.new_tokens, text.shape[1] if measure else 0)
+    capacity = max(prompt.shape[1] + options.new_tokens, text.shape[1])
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise ValueError(
             f"the run needs {capacity} positions and {name} has {limit}; fewer --new-tokens or --perplexity-tokens, or a shorter --prompt"
         )
+    setting = _Setting(model, prompt, text, capacity, options.new_tokens, compiled, progress)
+    results = [setting.float_result(), *(setting.kivi_result(config) for config in configs)]
 
-    def greedy(label: str, cache: Any, backend: str) -> Generation:
-        forward = _compile(model, backend, device) if compiled else None
-        with progress.step(f"{label}: {'compiling and ' if compiled else ''}generating", options.new_tokens) as show:
-            return generate(model, prompt, cache, options.new_tokens, forward, show)
-
-    def measured(label: str, make_cache: Callable[[], Any]) -> float | None:
-        if not measure:
-            return None
-        with progress.step(f"{label}: perplexity", text.shape[1]) as show:
-            return perplexity(model, text, make_cache, progress=show)
-
-    float_cache = static_cache(model, capacity)
-    float_run = greedy("float", float_cache, "inductor")
-    results = [Result("float", static_cache_bytes(float_cache), float_run, measured("float", lambda: static_cache(model, capacity)))]
-    for config in configs:
-        label, cache = bits_label(config), kivi_cache(model, capacity, config)
-        kivi_run = greedy(label, cache, "kivi")
-        result = Result(label, cache.held_bytes(), kivi_run)
-        result.perplexity = measured(label, lambda config=config: kivi_cache(model, capacity, config))  # type: ignore[misc]
-        result.token_keys = measured(
-            f"{label}, Keys per token",
-            lambda config=config: reference_cache(model, capacity, config, key_axis="token"),  # type: ignore[misc]
-        )
-        results.append(result)
-    print(_summary(results, tokenizer))
+    print(_texts(results, tokenizer))
+    for what, tokens in (("prompt and answer", prompt.shape[1] + options.new_tokens), ("the text for perplexities", text.shape[1])):
+        if 0 < tokens <= options.residual_length:
+            print(
+                f"\nAll {tokens} tokens of {what} fit into the float windows (R = {options.residual_length}): nothing was quantised there."
+            )
     print(f"\n{name}, {str(dtype).removeprefix('torch.')}, {device}; G = {options.group_size}, R = {options.residual_length}\n")
     print(table(results))
-    print(_legend(options, capacity, prompt.shape[1], text.shape[1] if measure else 0, compiled))
+    print(_legend(setting, results))
 
 
 def _device(name: str | None) -> torch.device:
@@ -464,7 +494,7 @@ def _encode_prompt(tokenizer: Any, prompt: str) -> Tensor:
     return ids
 
 
-def _summary(results: list[Result], tokenizer: Any) -> str:
+def _texts(results: list[Result], tokenizer: Any) -> str:
     """What each cache made the model say; a text equal to the float cache's is not repeated."""
     base = results[0].generation.tokens
     parts = []
@@ -479,16 +509,18 @@ def _summary(results: list[Result], tokenizer: Any) -> str:
     return "\n\n".join(parts)
 
 
-def _legend(options: Namespace, capacity: int, prompt_tokens: int, text_tokens: int, compiled: bool) -> str:
-    how = "compiled" if compiled else "not compiled"
+def _legend(setting: _Setting, results: list[Result]) -> str:
+    how = "compiled" if setting.compiled else "not compiled"
+    prompt, text = setting.prompt.shape[1], setting.text.shape[1]
     lines = [
-        ("bytes held", f"Keys and Values of one sequence, float windows included; every cache is allocated for {capacity} tokens"),
-        ("tokens/s", f"decode steps after a prompt of {prompt_tokens} tokens, {how}, the first {_WARM_UP} not counted"),
-        ("same tokens", f"of {options.new_tokens} chosen greedily, those equal to the float cache's at the same place"),
+        ("bytes held", f"Keys and Values of one sequence, float windows included; every cache is allocated for {setting.capacity} tokens"),
+        ("tokens/s", f"decode steps after a prompt of {prompt} tokens, {how}, the first {_WARM_UP} not counted"),
+        ("same tokens", f"of {setting.new_tokens} chosen greedily, those equal to the float cache's at the same place"),
     ]
-    if text_tokens:
+    if text >= 2:
         lines += [
-            ("perplexity", f"of the first {text_tokens} tokens of a text, fed through the cache in chunks of 64"),
+            ("perplexity", f"of the first {text} tokens of a text, fed through the cache in chunks of 64"),
             ("with Keys ...", "the same, same bits, with Keys quantised along the wrong axis (by the plain reference)"),
         ]
+    lines += [("torch.compile", f"{result.label}: {result.rewritten}") for result in results if result.rewritten]
     return "\n" + "\n".join(f"{name:<13}  {text}" for name, text in lines)

@@ -46,8 +46,9 @@ def normalise(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
     if hasattr(module, "_param_name_to_source"):
         # Constants that tracing made (of torch.tensor(2.0), say) are attributes now, and every attribute must have a source.
         attributes = (name for name, _ in (*traced.named_parameters(), *traced.named_buffers()))
-        sources = {name: ConstantSource(f"kivi_{name}") for name in attributes}
-        traced._param_name_to_source = sources | module._param_name_to_source
+        sources: dict[str, Any] = {name: ConstantSource(f"kivi_{name}") for name in attributes}
+        sources.update(module._param_name_to_source)  # type: ignore[arg-type]
+        traced._param_name_to_source = sources  # type: ignore[assignment]
     return traced
 
 

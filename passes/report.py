@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One attention over a cache. ``how``: its spelling if ``rewritten``, else the reason why not. ``layer``, ``source``: "" if not known."""
+    """One attention over a cache. ``how``: its spelling if ``rewritten``, else the reason why not. ``layer``, ``source``: "" if unknown."""
 
     rewritten: bool
     how: str

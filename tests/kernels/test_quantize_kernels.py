@@ -56,7 +56,8 @@ def special_groups() -> dict[str, Tensor]:
     return {
         "constant": torch.tensor([5.0, 5.0, 5.0, 5.0]),
         "zero": torch.zeros(4),
-        "signed_zeros": torch.tensor([0.0, -0.0, -0.0, 0.0]),
+        "signed_zeros": torch.tensor([-0.0, 0.0, 1.0, 2.0]),
+        "minus_zeros": torch.tensor([-0.0, -0.0, -0.0, -0.0]),
         "one_ulp": torch.stack([one, one + ulp, one, one + ulp]),
         "tiny_range": torch.tensor([1e-40, 3e-40, 0.0, 2e-40]),
         "small_negative_minimum": torch.tensor([-1e-9, 0.0, 1.0, 2.0]),
@@ -83,7 +84,8 @@ def test_special_groups(bits: int, metadata: str, device: str) -> None:
     for name, row_scale, row_min in zip(groups, scale[:, 0].cpu(), minimum[:, 0].cpu(), strict=True):
         broken = "nan" in name or "inf" in name
         assert row_scale.isnan() == row_min.isnan() == broken and not row_scale.isinf() and not row_min.isinf(), name
-    assert not torch.signbit(minimum[list(groups).index("signed_zeros")].cpu()).any()
+    zeros = [list(groups).index(name) for name in ("signed_zeros", "minus_zeros")]
+    assert not torch.signbit(minimum[zeros].cpu()).any()
 
 
 def test_worked_packing(device: str) -> None:

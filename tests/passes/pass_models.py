@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ from kivi_ops.passes.normalise import normalise
 
 F = torch.nn.functional
 
-CONFIG = KiviConfig(group_size=4, residual_length=8)
+CONFIG = KiviConfig(group_size=4, residual_length=4)
 CAPACITY = 48
 WIDTH = 32
 
@@ -51,7 +53,7 @@ class Model(nn.Module):
         return self.o(attended.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
 
     def state(self, seal: str = "after_attention", rows: int = 2, **config: Any) -> KiviState:
-        chosen = KiviConfig(**{**{"group_size": CONFIG.group_size, "residual_length": CONFIG.residual_length, "seal": seal}, **config})
+        chosen = KiviConfig(**{"group_size": CONFIG.group_size, "residual_length": CONFIG.residual_length, "seal": seal, **config})
         state = KiviState.allocate(chosen, rows, self.kv_heads, CAPACITY, self.key_dim, self.value_dim, torch.float32)
         for tensor in state.tensors().values():
             torch._dynamo.mark_static_address(tensor)
@@ -61,6 +63,14 @@ class Model(nn.Module):
 def repeat_kv(x: Tensor, repeats: int) -> Tensor:
     rows, heads, tokens, dim = x.shape
     return x[:, :, None].expand(rows, heads, repeats, tokens, dim).reshape(rows, heads * repeats, tokens, dim)
+
+
+def sdpa_repeat_kv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask)
+
+
+def no_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2))
 
 
 def causal_mask(start: int, new_tokens: int, dtype: torch.dtype = torch.bool, rows: int = 2) -> Tensor:
@@ -94,6 +104,16 @@ class Recorder:
 
 def count_ops(module: GraphModule) -> Counter[str]:
     return Counter(str(node.target.overloadpacket) for node in module.graph.nodes if hasattr(node.target, "overloadpacket"))
+
+
+def compiled_body(code: str) -> str:
+    """The part of Inductor's generated code that runs each step."""
+    return code.split("def call")[-1].split("def get_args")[0]
+
+
+def buffer_sizes(body: str) -> list[int]:
+    """Elements of each buffer that the generated code allocates; an operator's own results are not among them."""
+    return [math.prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(r"empty_strided\w*\(\((.*?)\),", body)]
 
 
 def run_steps(forward: Callable[..., Tensor], state: KiviState, dtype: torch.dtype, steps: Sequence[int]) -> list[Tensor]:
