@@ -307,7 +307,6 @@ def append(
     rows, heads, new_tokens, key_dim = key.shape
     value_dim, window_rows = value.shape[3], key_window.shape[2]
     key_layout, value_layout = _layouts(key, value, key_bits, value_bits, group_size, metadata_dtype)
-    position = _apart(position, length)
     sealable = new_tokens + window_rows
     key_programs, key_columns = _seal_programs(key_layout, key_records.shape[2], sealable)
     value_programs, value_columns = _seal_programs(value_layout, value_records.shape[2], sealable)
@@ -381,11 +380,6 @@ def append(
         )
 
 
-def _apart(position: Tensor, length: Tensor) -> Tensor:
-    """``position`` as it was before ``length`` is written, when the one is a view of the other."""
-    return position.clone() if position.data_ptr() == length.data_ptr() else position
-
-
 # ---------------------------------------------------------------------------------------------------------------- update
 
 
@@ -411,7 +405,6 @@ def update(
     if rows == 0:
         return views
     state = (key_records, value_records, key_window, value_window, sealed, left_padding, length)
-    position = _apart(position, length)
     if seal == "before_attention" and new_tokens:
         append(key, value, *state, position, None, **format)
     sources = ((key, key_records, key_window), (value, value_records, value_window))

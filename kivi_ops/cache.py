@@ -196,8 +196,10 @@ class KiviLayer(CacheLayerMixin, nn.Module):
         return self.max_cache_len, 0
 
     def get_seq_length(self) -> Tensor | int:  # type: ignore[override]  # a tensor, as transformers' StaticLayer does
-        """Columns written so far: the state's own int64 [] once there is one (it changes in place), else 0."""
-        return 0 if self.state is None else self.state.length
+        """Columns written so far: the state's own int64 [] once there is one (it changes in place), in a graph a copy of it, else 0."""
+        if self.state is None:
+            return 0
+        return torch.ops.kivi.read_length(self.state.length) if torch.compiler.is_compiling() else self.state.length
 
     def get_max_length(self) -> int:
         return self.max_cache_len

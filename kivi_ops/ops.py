@@ -40,6 +40,7 @@ SCHEMAS = {
     f"bool is_causal=False, float? scale=None, float? softcap=None, *, {_FORMAT}, str seal) -> Tensor",
     "append": f"(Tensor key, Tensor value, {_WRITE_STATE}, Tensor position, Tensor? count=None, *, {_FORMAT}, {_WINDOW}) -> ()",
     "update": f"(Tensor key, Tensor value, {_WRITE_STATE}, Tensor position, *, {_FORMAT}, {_WINDOW}, str seal) -> (Tensor, Tensor)",
+    "read_length": "(Tensor length) -> Tensor",
     "observe_padding": "(Tensor(a!) left_padding, Tensor? attn_mask, Tensor position, SymInt new_tokens) -> ()",
 }
 
@@ -469,7 +470,7 @@ def append(
             f"kivi::append: count is {count.dtype} {list(count.shape)}; allowed: one int32 or int64",
         )
     if key.shape[0] and key.shape[2]:
-        _implementation(key.device).append(key, value, *state, position, count, **format)
+        _implementation(key.device).append(key, value, *state, _apart(position, length), count, **format)
 
 
 def update(
@@ -499,7 +500,21 @@ def update(
     state = (key_records, value_records, key_window, value_window, sealed, left_padding, length)
     _check_choice("kivi::update: seal", seal, SEAL_ORDERS)
     _check_append("update", key, value, state, position, format)
-    return _implementation(key.device).update(key, value, *state, position, seal=seal, **format)
+    return _implementation(key.device).update(key, value, *state, _apart(position, length), seal=seal, **format)
+
+
+def read_length(length: Tensor) -> Tensor:
+    """A copy of ``length`` that compilers do not see through.
+
+    Inductor may evaluate what was computed from an input after an operator of ours has changed that input (seen in torch 2.11 to 2.14: masks
+    and rotary angles of later layers, one token late). So whatever in a graph depends on the length before the step reads this copy.
+    """
+    return length.clone()
+
+
+def _apart(position: Tensor, length: Tensor) -> Tensor:
+    """``position`` as it was before ``length`` is written, when a compiler made one tensor of the two."""
+    return position.clone() if position.data_ptr() == length.data_ptr() else position
 
 
 def observe_padding(left_padding: Tensor, attn_mask: Tensor | None, position: Tensor, new_tokens: int) -> None:
@@ -593,6 +608,10 @@ def _fake_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwa
     return query.new_empty((query.shape[0], query.shape[1], query.shape[2], value.shape[3]))
 
 
+def _fake_read_length(length: Tensor) -> Tensor:
+    return length.new_empty(length.shape)
+
+
 def _fake_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -610,6 +629,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "attention": (attention, _fake_attention),
     "append": (append, _fake_nothing),
     "update": (update, _fake_update),
+    "read_length": (read_length, _fake_read_length),
     "observe_padding": (observe_padding, _fake_nothing),
 }
 

@@ -27,7 +27,7 @@ from kivi_ops.passes.normalise import normalise
 from kivi_ops.passes.options import Options
 from kivi_ops.passes.plan import Plan, plan
 from kivi_ops.passes.report import RewriteReport, SiteReport, remember
-from kivi_ops.passes.rewrite import rewrite, settle_positions
+from kivi_ops.passes.rewrite import rewrite, settle_lengths, settle_positions
 
 cache_config: Any = torch.compiler.config
 log = logging.getLogger("kivi_ops.passes")
@@ -78,6 +78,7 @@ def kivi(
 def run_pass(module: GraphModule) -> RewriteReport:
     """Match, plan and rewrite a normalised graph in place."""
     settle_positions(module)
+    settle_lengths(module)
     plans: list[Plan] = []
     sites: list[SiteReport] = []
     for found in match(module.graph):

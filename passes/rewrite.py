@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kivi_ops.passes.match import STATE_NAMES, AttentionSite, cache_writes, unwrapped
-from kivi_ops.passes.nodes import storages, value
+from kivi_ops.passes.nodes import is_op, storages, value
 from kivi_ops.passes.plan import Plan
 
 aten = torch.ops.aten
@@ -48,6 +48,35 @@ def settle_positions(module: GraphModule) -> None:
             else:
                 write.node.update_kwarg("position", settled)
     module.graph.lint()
+    module.recompile()
+
+
+def settle_lengths(module: GraphModule) -> None:
+    """Let what depends on a ``length`` before it is written read a copy (:func:`kivi_ops.ops.read_length` says why).
+
+    Positions are left alone: the writes themselves are all that uses them.
+    """
+    graph = module.graph
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    writes = {write.node for write in cache_writes(graph)}
+
+    def only_feeds_writes(node: Node) -> bool:
+        return all(user in writes or (is_op(user, aten.clone, aten.to, aten._to_copy) and only_feeds_writes(user)) for user in node.users)
+
+    first_write: dict[Node, int] = {}
+    for write in cache_writes(graph):
+        length = write.arguments["length"]
+        first_write[length] = min(places[write.node], first_write.get(length, places[write.node]))
+    for length, place in first_write.items():
+        readers = [user for user in length.users if user not in writes and not is_op(user, kivi.read_length)]
+        readers = [user for user in readers if places[user] < place and not only_feeds_writes(user)]
+        if readers:
+            first = min(readers, key=lambda user: places[user])
+            with graph.inserting_before(first):
+                copy = _call(graph, first, kivi.read_length.default, length)
+            for user in readers:
+                user.replace_input_with(length, copy)
+    graph.lint()
     module.recompile()
 
 

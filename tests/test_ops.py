@@ -113,6 +113,27 @@ def test_opcheck_of_observe_padding(mask, device):
     torch.library.opcheck(torch.ops.kivi.observe_padding.default, (padding, masks[mask], torch.tensor(0, device=device), 4))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_of_read_length(device):
+    torch.library.opcheck(torch.ops.kivi.read_length.default, (torch.tensor(3, device=device),))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seal", ["after_attention", "before_attention"])
+def test_the_live_length_as_position_is_read_before_it_is_written(seal, device):
+    """Inductor drops a clone and hands the operators one tensor as both."""
+    config = KiviConfig(group_size=4, residual_length=8, seal=seal)
+    plain, aliased = (filled_state(device, config=config) for _ in range(2))
+    _, key, value = step_inputs(device)
+    expected = plain.update(key, value, torch.tensor(21, device=device))
+    for actual, wanted in zip(aliased.update(key, value, aliased.length), expected, strict=True):
+        assert torch.equal(actual, wanted)
+    plain.append(key, value, torch.tensor(24, device=device))
+    aliased.append(key, value, aliased.length)
+    assert aliased.length == plain.length == 27
+    assert_same_rows(valid_rows(aliased, [27, 24]), valid_rows(plain, [27, 24]))
+
+
 def all_calls(device, layout):
     """Every operator once, as (name, overload, args, kwargs)."""
     state = filled_state(device)
@@ -120,6 +141,7 @@ def all_calls(device, layout):
     position = torch.tensor(21, device=device)
     for op in ("attention", "append", "update"):
         yield op, getattr(torch.ops.kivi, op).default, *arguments(op, state, query, key, value, position)
+    yield "read_length", torch.ops.kivi.read_length.default, (state.length,), {}
     for role in ("key", "value"):
         x = in_layout(random_tokens(2, 2, 9, 20, F16, device=device), layout)
         quantize, restore = (getattr(torch.ops.kivi, f"{name}_{role}").default for name in ("quantize_pack", "unpack_dequantize"))

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from pass_models import Recorder, buffer_sizes, compiled_body
-from torch import Tensor
+from pass_models import Model, Recorder, buffer_sizes, compiled_body, sdpa_repeat_kv
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from kivi_ops import KiviConfig
+from kivi_ops import KiviConfig, KiviState
 from kivi_ops.config import SEAL_ORDERS
 from kivi_ops.passes import last_report
 
@@ -146,3 +146,30 @@ def test_inductor_code_of_a_decode_step_holds_no_buffer_of_cache_size(seal: str)
     window = cache.layers[0].state.key_window.numel()
     assert max(buffer_sizes(body)) < window < 2 * 2 * CAPACITY * 32
     assert body.count("torch.ops.kivi.attention.default(") == body.count("torch.ops.kivi.append.default(") == LAYERS
+
+
+class TwoLayers(nn.Module):
+    """Rotary-like angles of the second layer depend on the first layer's length, as positions do in real models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Model(sdpa_repeat_kv), Model(sdpa_repeat_kv)])
+
+    def forward(self, x: Tensor, mask: Tensor, states: list[KiviState]) -> Tensor:
+        position = torch.arange(x.shape[1]) + states[0].length
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x + torch.cos(0.7 * position)[None, :, None], mask, state)
+        return x
+
+
+@pytest.mark.parametrize("seal", ["after_attention", "before_attention"])
+def test_what_depends_on_the_length_is_not_evaluated_after_it_was_written(seal: str) -> None:
+    model = TwoLayers()
+    compiled = torch.compile(model, backend="kivi", fullgraph=True)
+    eager_states, states = ([layer.state(seal, key_bits=8, value_bits=8) for layer in model.layers] for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for step in range(6):
+            x = torch.randn(2, 1, 32, generator=generator)
+            mask = (torch.arange(48) <= step).view(1, 1, 1, 48).expand(2, 1, 1, 48)
+            torch.testing.assert_close(compiled(x, mask, states), model(x, mask, eager_states), rtol=1e-4, atol=1e-4)
