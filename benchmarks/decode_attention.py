@@ -2,10 +2,10 @@
 
     python benchmarks/decode_attention.py [--bits 2 4] [--json benchmarks/results/decode_attention.json]
 
-Llama-3-8B shapes by default: 32 query heads, 8 KV heads, D = 128, one new token. The float side is the fastest of PyTorch's flash and cuDNN
-attention, with the query heads of a KV head folded into query rows so that K and V are read once. Both sides are captured in a CUDA graph and
-timed by ``triton.testing.do_bench`` (median; L2 flushed by writing). Bytes are those that must be read; bandwidth is theirs over the time, as
-a share of what a device-to-device copy reaches on the same machine in the same run.
+Llama-3-8B shapes by default: 32 query heads, 8 KV heads, D = 128, one new token. The float side is the fastest of PyTorch's flash and
+cuDNN attention, with the query heads of a KV head folded into query rows so that K and V are read once. Both sides are captured in a CUDA
+graph and timed by ``triton.testing.do_bench`` (median; L2 flushed by writing). Bytes are those that must be read; bandwidth is theirs over
+the time, as a share of what a device-to-device copy reaches on the same machine in the same run.
 """
 
 from __future__ import annotations
@@ -76,6 +76,18 @@ def needed_bytes(state: KiviState, tokens: int) -> float:
     return batch * heads * (sealed + (2 * tokens - key_end - value_end) * dim * state.dtype.itemsize)
 
 
+def kivi_milliseconds(
+    config: KiviConfig, batch: int, heads: int, repeats: int, tokens: int, dim: int, dtype: torch.dtype
+) -> tuple[float, float, float]:
+    """Bytes that a step must read, and the times of its attention and its append."""
+    state = filled(config, batch, heads, tokens, dim, dtype)
+    query = torch.randn(batch, heads * repeats, 1, dim, dtype=dtype, device=DEVICE)
+    key, value = (torch.randn(batch, heads, 1, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+    position = torch.tensor(tokens, device=DEVICE)
+    attention = timed(lambda: state.attention(query, key, value, position))
+    return needed_bytes(state, tokens), attention, timed(lambda: state.append(key, value, position))
+
+
 def run(arguments: argparse.Namespace) -> dict:
     dtype = getattr(torch, arguments.dtype)
     heads, dim = arguments.kv_heads, arguments.head_dim
@@ -87,13 +99,7 @@ def run(arguments: argparse.Namespace) -> dict:
             held = tokens + 65  # not a multiple of anything
             float_ms, float_name = float_milliseconds(batch, heads, repeats, held + 1, dim, dtype)
             for bits in arguments.bits:
-                state = filled(KiviConfig(bits, bits), batch, heads, held, dim, dtype)
-                query = torch.randn(batch, heads * repeats, 1, dim, dtype=dtype, device=DEVICE)
-                key, value = (torch.randn(batch, heads, 1, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-                position = torch.tensor(held, device=DEVICE)
-                attention = timed(lambda: state.attention(query, key, value, position))  # noqa: B023 (called at once)
-                append = timed(lambda: state.append(key, value, position))  # noqa: B023
-                size = needed_bytes(state, held)
+                size, attention, append = kivi_milliseconds(KiviConfig(bits, bits), batch, heads, repeats, held, dim, dtype)
                 rows.append(
                     {
                         "batch": batch,
@@ -109,10 +115,20 @@ def run(arguments: argparse.Namespace) -> dict:
                     }
                 )
                 print(line(rows[-1]), flush=True)
-                del state
             torch.cuda.empty_cache()
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "date": date.today().isoformat()}
-    setup = {"query_heads": arguments.query_heads, "kv_heads": heads, "head_dim": dim, "dtype": arguments.dtype, "copy_bandwidth": bandwidth}
+    machine = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": date.today().isoformat(),
+    }
+    setup = {
+        "query_heads": arguments.query_heads,
+        "kv_heads": heads,
+        "head_dim": dim,
+        "dtype": arguments.dtype,
+        "copy_bandwidth": bandwidth,
+    }
     return {"machine": machine, "setup": setup, "rows": rows}
 
 

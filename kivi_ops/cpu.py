@@ -65,6 +65,7 @@ def _seal(records: Tensor, layout: RecordLayout, first: int, floats: Tensor) -> 
     words, scale, minimum = layout.split(records[:, begin:stop])
     tokens = slice(first - begin * layout.tokens, end - begin * layout.tokens)
     codes = layout.unpack(words)
+    where: tuple[slice | Tensor, ...]
     if layout.role == "key":
         new_codes, *grid = reference.quantize_key(floats, layout.bits, size, layout.metadata_dtype)
         groups = torch.arange(tokens.start // size, tokens.stop // size)

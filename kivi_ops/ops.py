@@ -30,12 +30,13 @@ _READ_STATE = _STATE.format(a="", b="", c="", d="", e="")
 _WRITE_STATE = _STATE.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)", e="(e!)") + ", Tensor(f!) length"
 _FORMAT = "int capacity, int key_bits, int value_bits, int group_size, ScalarType metadata_dtype"
 _WINDOW = "int residual_length, int rollback_margin"
+_UNPACK = "(Tensor codes, Tensor scale, Tensor min, int bits, int group_size, int head_dim, ScalarType dtype) -> Tensor"
 
 SCHEMAS = {
     "quantize_pack_key": "(Tensor key, int bits, int group_size, ScalarType? metadata_dtype=None) -> (Tensor, Tensor, Tensor)",
     "quantize_pack_value": "(Tensor value, int bits, int group_size, ScalarType? metadata_dtype=None) -> (Tensor, Tensor, Tensor)",
-    "unpack_dequantize_key": "(Tensor codes, Tensor scale, Tensor min, int bits, int group_size, int head_dim, ScalarType dtype) -> Tensor",
-    "unpack_dequantize_value": "(Tensor codes, Tensor scale, Tensor min, int bits, int group_size, int head_dim, ScalarType dtype) -> Tensor",
+    "unpack_dequantize_key": _UNPACK,
+    "unpack_dequantize_value": _UNPACK,
     "attention": f"(Tensor query, Tensor key, Tensor value, {_READ_STATE}, Tensor position, Tensor? attn_mask=None, "
     f"bool is_causal=False, float? scale=None, float? softcap=None, *, {_FORMAT}, str seal) -> Tensor",
     "append": f"(Tensor key, Tensor value, {_WRITE_STATE}, Tensor position, Tensor? count=None, *, {_FORMAT}, {_WINDOW}) -> ()",
@@ -129,32 +130,11 @@ def _check_format(op: str, capacity: int, key_bits: int, value_bits: int, group_
 
 
 def _check_state(
-    op: str,
-    key_records: Tensor,
-    value_records: Tensor,
-    key_window: Tensor,
-    value_window: Tensor,
-    sealed: Tensor,
-    left_padding: Tensor,
-    length: Tensor | None,
-    capacity: int,
-    key_bits: int,
-    value_bits: int,
-    group_size: int,
-    metadata_dtype: torch.dtype,
+    op: str, state: dict[str, Tensor], capacity: int, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype
 ) -> None:
-    """Shapes, dtypes and memory of a state against the format it claims to have."""
-    state = {
-        "key_records": key_records,
-        "value_records": value_records,
-        "key_window": key_window,
-        "value_window": value_window,
-        "sealed": sealed,
-        "left_padding": left_padding,
-    }
-    if length is not None:
-        state["length"] = length
-    _check_devices(op, key_records.device, **state)
+    """Shapes, dtypes and memory of a state, with or without ``length``, against the format it claims to have."""
+    key_window, value_window = state["key_window"], state["value_window"]
+    _check_devices(op, key_window.device, **state)
     for name in ("key_window", "value_window"):
         window = state[name]
         _expect(
@@ -215,7 +195,7 @@ def _check_mask(op: str, mask: Tensor, rows: int, heads: int, new_tokens: int, c
     )
 
 
-def _check_append(op: str, key: Tensor, value: Tensor, state: Sequence[Tensor], position: Tensor, format: dict[str, Any]) -> None:
+def _check_append(op: str, key: Tensor, value: Tensor, state: tuple[Tensor, ...], position: Tensor, format: dict[str, Any]) -> None:
     names = ("key_records", "value_records", "key_window", "value_window", "sealed", "left_padding", "length")
     tensors = dict(zip(names, state, strict=True))
     _check_no_grad(op, key=key, value=value, key_window=tensors["key_window"], value_window=tensors["value_window"])
@@ -234,7 +214,7 @@ def _check_append(op: str, key: Tensor, value: Tensor, state: Sequence[Tensor], 
         window.dim() == 4 and window.shape[2] == rows,
         f"kivi::{op}: key_window has shape {list(window.shape)}; allowed: [B, H, {rows}, D_k] for this residual_length and margin",
     )
-    _check_state(op, *state, **read)
+    _check_state(op, tensors, **read)
     _check_new_tokens(op, key, value, tensors["key_window"], tensors["value_window"])
     _check_position(op, position, key.shape[0], key.shape[2])
 
@@ -378,21 +358,15 @@ def attention(
     _check_devices(op, query.device, key=key, value=value, key_records=key_records, position=position, attn_mask=attn_mask)
     _check_choice(f"kivi::{op}: seal", seal, SEAL_ORDERS)
     _check_format(op, capacity, key_bits, value_bits, group_size, metadata_dtype)
-    _check_state(
-        op,
-        key_records,
-        value_records,
-        key_window,
-        value_window,
-        sealed,
-        left_padding,
-        None,
-        capacity,
-        key_bits,
-        value_bits,
-        group_size,
-        metadata_dtype,
-    )
+    state = {
+        "key_records": key_records,
+        "value_records": value_records,
+        "key_window": key_window,
+        "value_window": value_window,
+        "sealed": sealed,
+        "left_padding": left_padding,
+    }
+    _check_state(op, state, capacity, key_bits, value_bits, group_size, metadata_dtype)
     _check_new_tokens(op, key, value, key_window, value_window)
     rows, heads, new_tokens, key_dim = key.shape
     _expect(
@@ -506,8 +480,8 @@ def update(
 def read_length(length: Tensor) -> Tensor:
     """A copy of ``length`` that compilers do not see through.
 
-    Inductor may evaluate what was computed from an input after an operator of ours has changed that input (seen in torch 2.11 to 2.14: masks
-    and rotary angles of later layers, one token late). So whatever in a graph depends on the length before the step reads this copy.
+    Inductor may evaluate what was computed from an input after an operator of ours has changed that input (seen in torch 2.13: masks and
+    rotary angles of later layers, one token late). So whatever in a graph depends on the length before the step reads this copy.
     """
     return length.clone()
 

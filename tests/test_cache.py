@@ -15,8 +15,9 @@ import torch
 from helpers import assert_close, assert_same_rows, bits_of, random_tokens, valid_rows
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from transformers import CompileConfig, DynamicCache
 
 from kivi_ops import KiviCache, KiviConfig, KiviState

