@@ -115,11 +115,11 @@ def test_rejected_drafts_within_the_margin_leave_no_trace(device: str) -> None:
 
 
 def test_position_forms(device: str) -> None:
-    """Shared [], [1], [S] and per row [B, 1], [B, S], int32 or int64, with strides of their own; also the live length itself."""
+    """Shared [], [1], [S] and per row [B, 1], [B, S], int32 or int64, with strides of their own."""
     key, value = (random_tokens(2, 1, 13, 32, seed=s, device=device) for s in (0, 1))
     reference = poisoned_state(SMALL, 2, 1, 40, 32, 32, torch.float32, [1, 2])
     states = []
-    for form in ("scalar", "one", "many", "column", "grid", "spread", "int32", "length"):
+    for form in ("scalar", "one", "many", "column", "grid", "spread", "int32"):
         state = poisoned_state(SMALL, 2, 1, 40, 32, 32, torch.float32, [1, 2], device)
         for start, count in ((0, 10), (10, 3)):
             grid = (start + torch.arange(count, device=device)).expand(2, -1)
@@ -131,7 +131,6 @@ def test_position_forms(device: str) -> None:
                 "grid": grid.contiguous(),
                 "spread": grid.repeat_interleave(3, 0).T.contiguous().T[::3],
                 "int32": grid.to(torch.int32),
-                "length": state.length,
             }[form]
             launch_append(state, key[:, :, start : start + count], value[:, :, start : start + count], position)
         states.append(state)

@@ -53,17 +53,6 @@ def test_rows_at_positions_of_their_own(seal: str, device: str) -> None:
             torch.testing.assert_close(a.cpu(), e, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("seal", ORDERS)
-def test_the_position_may_be_the_live_length(seal: str, device: str) -> None:
-    config = KiviConfig(group_size=4, residual_length=8, seal=seal)
-    key, value = (random_tokens(1, 1, 20, 32, seed=seed, device=device) for seed in (0, 1))
-    states = [poisoned_state(config, 1, 1, 32, 32, 32, torch.float32, device=device) for _ in range(2)]
-    for start, count in ((0, 13), (13, 7)):
-        new = key[:, :, start : start + count], value[:, :, start : start + count]
-        views = launch_update(states[0], *new, states[0].length), launch_update(states[1], *new, torch.tensor(start, device=device))
-        assert all(torch.equal(a, b) for a, b in zip(*views, strict=True))
-
-
 def test_no_rows(device: str) -> None:
     state = poisoned_state(KiviConfig(group_size=4, residual_length=8), 0, 2, 16, 32, 8, torch.float32, device=device)
     key, value = launch_update(state, *(torch.zeros(0, 2, 3, dim, device=device) for dim in (32, 8)), torch.tensor(0, device=device))
