@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kivi_ops.kernels.append import seal_kernel, write_kernel
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_NONE, attention_kernel, combine_kernel
-from kivi_ops.kernels.layout import RecordLayout, record_layout
+from kivi_ops.kernels.layout import RecordLayout, record_layouts
 from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_kernel
 from kivi_ops.kernels.update import view_kernel
 
@@ -54,15 +54,6 @@ def _format(prefix: str, layout: RecordLayout) -> dict[str, int]:
     """The compile-time constants that describe one role's records to a kernel."""
     constants = {"DIM": layout.head_dim, "BITS": layout.bits, "TOKENS": layout.tokens, "PARTS": layout.channel_parts}
     return {prefix + name: value for name, value in constants.items()}
-
-
-def _layouts(
-    key: Tensor, value: Tensor, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype
-) -> tuple[RecordLayout, RecordLayout]:
-    return (
-        record_layout("key", key.shape[-1], key_bits, group_size, metadata_dtype),
-        record_layout("value", value.shape[-1], value_bits, group_size, metadata_dtype),
-    )
 
 
 # ------------------------------------------------------------------------------------------------- functional operators
@@ -178,7 +169,7 @@ def attention(
 ) -> Tensor:
     rows, query_heads, new_tokens, key_dim = query.shape
     heads, value_dim = value.shape[1], value.shape[3]
-    key_layout, value_layout = _layouts(key, value, key_bits, value_bits, group_size, metadata_dtype)
+    key_layout, value_layout = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
     key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
@@ -306,7 +297,7 @@ def append(
 ) -> None:
     rows, heads, new_tokens, key_dim = key.shape
     value_dim, window_rows = value.shape[3], key_window.shape[2]
-    key_layout, value_layout = _layouts(key, value, key_bits, value_bits, group_size, metadata_dtype)
+    key_layout, value_layout = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
     sealable = new_tokens + window_rows
     key_programs, key_columns = _seal_programs(key_layout, key_records.shape[2], sealable)
     value_programs, value_columns = _seal_programs(value_layout, value_records.shape[2], sealable)
@@ -400,7 +391,7 @@ def update(
 ) -> tuple[Tensor, Tensor]:
     rows, heads, new_tokens, _ = key.shape
     capacity, group_size = format["capacity"], format["group_size"]
-    layouts = _layouts(key, value, format["key_bits"], format["value_bits"], group_size, format["metadata_dtype"])
+    layouts = record_layouts(key.shape[-1], value.shape[-1], format["key_bits"], format["value_bits"], group_size, format["metadata_dtype"])
     views = key.new_empty((rows, heads, capacity, key.shape[3])), value.new_empty((rows, heads, capacity, value.shape[3]))
     if rows == 0:
         return views

@@ -136,6 +136,16 @@ def record_layout(role: str, head_dim: int, bits: int, group_size: int, metadata
     return RecordLayout(role, head_dim, bits, group_size, metadata_dtype)
 
 
+def record_layouts(
+    key_dim: int, value_dim: int, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype
+) -> tuple[RecordLayout, RecordLayout]:
+    """The Key and the Value layout of one state."""
+    return (
+        record_layout("key", key_dim, key_bits, group_size, metadata_dtype),
+        record_layout("value", value_dim, value_bits, group_size, metadata_dtype),
+    )
+
+
 def pack_bytes(codes: Tensor, bits: int) -> Tensor:
     """Codes uint8 [..., D] -> little-endian bytes uint8 [..., ceil(D * bits / 8)]: [0, 1, 2, 3] at 2 bits is 0xE4."""
     per_byte = 8 // bits

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kivi_ops import reference
-from kivi_ops.kernels.layout import RecordLayout, pack_bytes, record_layout, unpack_bytes
+from kivi_ops.kernels.layout import RecordLayout, pack_bytes, record_layouts, unpack_bytes
 
 BLOCK_TOKENS = 1024  # tokens restored at a time by attention: bounds its workspace, whatever the length
 
@@ -131,15 +131,6 @@ def _read(
     return torch.cat(parts, 1) if len(parts) != 1 else parts[0]
 
 
-def _layouts(
-    key: Tensor, value: Tensor, key_bits: int, value_bits: int, group_size: int, metadata_dtype: torch.dtype
-) -> tuple[RecordLayout, RecordLayout]:
-    return (
-        record_layout("key", key.shape[-1], key_bits, group_size, metadata_dtype),
-        record_layout("value", value.shape[-1], value_bits, group_size, metadata_dtype),
-    )
-
-
 # ------------------------------------------------------------------------------------------------------- operators
 
 
@@ -168,7 +159,7 @@ def attention(
 ) -> Tensor:
     batch, query_heads, new_tokens, _ = query.shape
     heads = key.shape[1]
-    key_layout, value_layout = _layouts(key, value, key_bits, value_bits, group_size, metadata_dtype)
+    key_layout, value_layout = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
     output = query.new_empty((batch, query_heads, new_tokens, value.shape[-1]))
     for row in _rows(position, left_padding, sealed):
         b = row.index
@@ -259,7 +250,7 @@ def append(
     residual_length: int,
     rollback_margin: int,
 ) -> None:
-    key_layout, value_layout = _layouts(key, value, key_bits, value_bits, group_size, metadata_dtype)
+    key_layout, value_layout = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
     new_tokens = key.shape[2] if count is None else min(max(int(count), 0), key.shape[2])
     window_rows = key_window.shape[2]
     longest = 0
@@ -302,7 +293,9 @@ def update(
 ) -> tuple[Tensor, Tensor]:
     capacity = format["capacity"]
     rows, heads, new_tokens, _ = key.shape
-    layouts = _layouts(key, value, format["key_bits"], format["value_bits"], format["group_size"], format["metadata_dtype"])
+    layouts = record_layouts(
+        key.shape[-1], value.shape[-1], format["key_bits"], format["value_bits"], format["group_size"], format["metadata_dtype"]
+    )
     state = (key_records, value_records, key_window, value_window, sealed, left_padding, length)
     views = tuple(x.new_zeros((rows, heads, capacity, x.shape[-1])) for x in (key, value))
 

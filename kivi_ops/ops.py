@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kivi_ops.config import BITS, CACHE_DTYPES, METADATA_DTYPES, SEAL_ORDERS
-from kivi_ops.kernels.layout import record_layout
+from kivi_ops.kernels.layout import record_layouts
 
 _LIBRARY = torch.library.Library("kivi", "DEF")  # module level: a collected Library takes its operators along
 
@@ -148,8 +148,7 @@ def _check_state(
         f"kivi::{op}: value_window is {value_window.dtype} {list(value_window.shape)}; allowed: {key_window.dtype} "
         f"{[rows, heads, window_rows]} + [D_v], as key_window",
     )
-    key = record_layout("key", key_dim, key_bits, group_size, metadata_dtype)
-    value = record_layout("value", value_dim, value_bits, group_size, metadata_dtype)
+    key, value = record_layouts(key_dim, value_dim, key_bits, value_bits, group_size, metadata_dtype)
     # Values of the last tokens never leave the window, so fewer than capacity tokens need records (contract section 5).
     expected = {
         "key_records": (torch.int16, [rows, heads, key.records(capacity), key.words]),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kivi_ops.config import CACHE_DTYPES, KiviConfig
-from kivi_ops.kernels.layout import RecordLayout, record_layout
+from kivi_ops.kernels.layout import RecordLayout, record_layout, record_layouts
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class KiviState:
         for name, size in (("key_dim", key_dim), ("value_dim", value_dim)):
             if not 1 <= size <= 256:
                 raise ValueError(f"{name} is {size}; allowed: 1 to 256")
-        key = record_layout("key", key_dim, config.key_bits, config.group_size, config.metadata_dtype or dtype)
-        value = record_layout("value", value_dim, config.value_bits, config.group_size, config.metadata_dtype or dtype)
+        metadata = config.metadata_dtype or dtype
+        key, value = record_layouts(key_dim, value_dim, config.key_bits, config.value_bits, config.group_size, metadata)
         sealable = capacity - config.residual_length - config.rollback_margin
         rows = (batch_size, num_kv_heads)
         window = config.window(capacity)
