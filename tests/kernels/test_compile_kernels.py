@@ -15,7 +15,7 @@ import pytest
 
 # dtype - metadata - Key bits - Value bits - G - D_k - D_v - new tokens: every dtype and width of code, odd and padded head sizes
 CASES = {
-    90: ["fp16-fp16-2-2-32-128-128-1", "bf16-bf16-2-4-32-64-64-16", "fp16-fp32-4-8-64-100-256-3"],
+    90: ["fp16-fp16-2-2-32-128-128-1", "bf16-bf16-2-4-32-64-64-16", "fp16-fp32-4-8-64-100-256-3", "fp32-bf16-8-2-2-33-2-16"],
     80: ["bf16-fp16-8-4-128-256-96-1", "fp32-bf16-8-2-2-80-33-16"],
 }
 SHARED_BYTES = 99 * 1024  # of a program, on every GPU since sm_80
@@ -34,4 +34,4 @@ def test_every_kernel_compiles(capability: int) -> None:
     assert len({report["kernel"] for report in reports}) == 7
     for report in reports:
         assert report["shared_bytes"] <= SHARED_BYTES, report
-        assert report["stack_bytes"] <= 1024, f"a tile that is far too large spills: {report}"
+        assert report["stack_bytes"] <= 512, f"spills: {report}"
