@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kivi_ops.kernels.append import seal_kernel, write_kernel
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_NONE, attention_kernel, combine_kernel
+from kivi_ops.kernels.decode import combine, decode_kernel
 from kivi_ops.kernels.layout import RecordLayout, record_layouts
 from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_kernel
 from kivi_ops.kernels.update import view_kernel
@@ -24,6 +25,9 @@ TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a threa
 # the 99 KB of shared memory that every GPU since sm_80 has.
 ATTENTION_BLOCKS = {128: (32, 32), 256: (16, 16)}
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
+DECODE_ROWS, DECODE_SLICE = 8, 32  # query rows of a program of decode, tokens of one of its tail programs
+DECODE_LARGEST_ROWS = 32  # query rows of a KV head at most
+DECODE_PROGRAMS = 1024  # bulk programs wanted in all: one wave of 8 a multiprocessor of a large GPU
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 
 
@@ -144,6 +148,138 @@ def unpack_dequantize_value(
 # ------------------------------------------------------------------------------------------------------------- attention
 
 
+def _decodes(query: Tensor, key: Tensor, key_window: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> bool:
+    """Whether the kernels of :mod:`decode` serve this call: the formats they are written for, and few enough query rows.
+
+    They read the records once for every DECODE_ROWS rows; with many, the general kernel's larger blocks win.
+    """
+    key_layout, value_layout = layouts
+    dtypes = {query.dtype, key.dtype, key_window.dtype, key_layout.metadata_dtype}
+    query_rows = query.shape[1] // key.shape[1] * query.shape[2]
+    return (
+        softcap is None
+        and key_layout.group_size == 32
+        and key_layout.head_dim == value_layout.head_dim
+        and key_layout.head_dim in (64, 128)
+        and {key_layout.bits, value_layout.bits} <= {2, 4}
+        and len(dtypes) == 1
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query_rows <= DECODE_LARGEST_ROWS
+    )
+
+
+def _combine_shape(splits: int, dim: int) -> tuple[int, int, int]:
+    """Splits and channels of one round of loads, and warps: thin programs, since they wait beside the first kernel's."""
+    for largest, channels, warps in ((16, 128, 1), (32, 64, 1), (64, 64, 4)):
+        if splits <= largest:
+            return _power(splits), min(dim, channels), warps
+    return min(_power(splits), 256), 32, 4
+
+
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_records: Tensor,
+    value_records: Tensor,
+    key_window: Tensor,
+    value_window: Tensor,
+    sealed: Tensor,
+    left_padding: Tensor,
+    position: Tensor,
+    mask: tuple[int, Tensor, tuple[int, ...], int],
+    scale: float,
+    layouts: tuple[RecordLayout, RecordLayout],
+    capacity: int,
+    after: bool,
+) -> Tensor:
+    rows, query_heads, new_tokens, dim = query.shape
+    heads, window_rows = value.shape[1], key_window.shape[2]
+    key_layout, value_layout = layouts
+    repeats = query_heads // heads
+    query_rows = new_tokens * repeats
+    query_blocks = _blocks(query_rows, DECODE_ROWS)
+    # Bulk programs stride over chunks; of the tail each takes one slice, and no more tokens than these can be outside whole chunks.
+    chunk = max(key_layout.tokens, value_layout.tokens)
+    tail_splits = _blocks(min(capacity, chunk - 1 + window_rows + new_tokens), DECODE_SLICE)
+    bulk_splits = max(1, min(DECODE_PROGRAMS // (rows * heads * query_blocks), capacity // chunk))
+    splits = tail_splits + bulk_splits
+
+    out = query.new_empty((rows, query_heads, new_tokens, dim))
+    slots = (rows * heads, splits, query_rows)
+    partial = query.new_empty((*slots, dim), dtype=torch.float32)
+    maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
+    kind, mask_tensor, mask_strides, columns = mask
+    position_stride = _position_stride(position, rows)
+    with _device(query):
+        decode_kernel[(rows * heads * splits, query_blocks)](
+            query,
+            key,
+            value,
+            key_records,
+            key_records.view(key_layout.metadata_dtype),
+            value_records,
+            value_records.view(value_layout.metadata_dtype),
+            key_window,
+            value_window,
+            sealed,
+            left_padding,
+            position,
+            mask_tensor,
+            partial,
+            maximum,
+            total,
+            *query.stride(),
+            *key.stride(),
+            *value.stride(),
+            position_stride,
+            *mask_strides,
+            columns,
+            heads,
+            new_tokens,
+            capacity,
+            window_rows,
+            key_records.shape[2],
+            value_records.shape[2],
+            scale,
+            AFTER=after,
+            MASK=kind,
+            REPEATS=repeats,
+            DIM=dim,
+            KEY_BITS=key_layout.bits,
+            KEY_TOKENS=key_layout.tokens,
+            VALUE_BITS=value_layout.bits,
+            VALUE_TOKENS=value_layout.tokens,
+            TAIL_SPLITS=tail_splits,
+            BULK_SPLITS=bulk_splits,
+            STAGES=2,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )
+        split_block, dim_block, warps = _combine_shape(splits, dim)
+        combine[(rows * heads, query_rows, dim // dim_block)](
+            partial,
+            maximum,
+            total,
+            left_padding,
+            position,
+            out,
+            position_stride,
+            heads,
+            new_tokens,
+            capacity,
+            REPEATS=repeats,
+            DIM=dim,
+            SPLITS=splits,
+            SPLIT_BLOCK=split_block,
+            DIM_BLOCK=dim_block,
+            WAIT=False,
+            num_warps=warps,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -169,7 +305,20 @@ def attention(
 ) -> Tensor:
     rows, query_heads, new_tokens, key_dim = query.shape
     heads, value_dim = value.shape[1], value.shape[3]
-    key_layout, value_layout = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
+    layouts = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
+    key_layout, value_layout = layouts
+    if attn_mask is None:
+        kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, position, 0
+        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    else:
+        kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
+        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+        mask_strides = _broadcast_strides(attn_mask)
+        columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
+    if _decodes(query, key, key_window, layouts, softcap):
+        state = (key_records, value_records, key_window, value_window, sealed, left_padding)
+        mask_arguments = kind.value, mask, mask_strides, columns
+        return _decode(query, key, value, *state, position, mask_arguments, scale, layouts, capacity, seal == "after_attention")
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
     key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
@@ -185,14 +334,6 @@ def attention(
     if splits > 1:
         partial = query.new_empty((*slots, value_dim), dtype=torch.float32)
         maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
-    if attn_mask is None:
-        kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, out, 0
-        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-    else:
-        kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
-        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-        mask_strides = _broadcast_strides(attn_mask)
-        columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
     position_stride = _position_stride(position, rows)
     shape = {
         "REPEATS": repeats,
