@@ -89,9 +89,7 @@ def times_add(a, b, c):
     if INTERPRET:
         result = (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(tl.float16)
     else:
-        result = tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2
-        )
+        result = tl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2)
     return result
 
 
@@ -236,9 +234,7 @@ def mask_logits(
 
 
 @triton.jit
-def store_partial(
-    partial_ptr, maximum_ptr, total_ptr, slot, mask_rows, reference, total, output, DIM: tl.constexpr
-):
+def store_partial(partial_ptr, maximum_ptr, total_ptr, slot, mask_rows, reference, total, output, DIM: tl.constexpr):
     """One program's result: log weights' reference, total and weighted sum, a tuple of [ROWS, 32] a group of channels."""
     # A NaN total must be seen by the combine, even where no logit was a number.
     finite = tl.where(reference == float("-inf"), 0.0, reference * LN_2)
@@ -363,7 +359,7 @@ def decode_kernel(
     query_at = (head * REPEATS + at % REPEATS) * query_head_stride + (at // REPEATS).to(tl.int64) * query_token_stride
     query_at = query_ptr + row * query_row_stride + query_at[:, None] + channel.to(tl.int64)[None, :] * query_channel_stride
     real = ((row_16 < ROWS) & (at < new_tokens * REPEATS))[:, None] & (channel >= 0)[None, :]
-    identity = (channel[:, None] == channel[None, :]).to(query_ptr.dtype.element_ty)
+    identity = tl.where(channel[:, None] == channel[None, :], 1.0, 0.0).to(query_ptr.dtype.element_ty)
     nothing = tl.zeros([2 * ROWS, HALF], tl.float32)
     queries = ()
     exact = ()

@@ -28,6 +28,7 @@ SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 DECODE_ROWS, DECODE_SLICE = 8, 32  # query rows of a program of decode, tokens of one of its tail programs
 DECODE_LARGEST_ROWS = 32  # query rows of a KV head at most
 DECODE_PROGRAMS = 1024  # bulk programs wanted in all: one wave of 8 a multiprocessor of a large GPU
+DECODE_STAGES = 2  # the next chunk is on its way while one is computed; one warp a program
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 
 
@@ -252,7 +253,7 @@ def _decode(
             VALUE_TOKENS=value_layout.tokens,
             TAIL_SPLITS=tail_splits,
             BULK_SPLITS=bulk_splits,
-            STAGES=2,
+            STAGES=DECODE_STAGES,
             num_warps=1,
             enable_fp_fusion=True,
         )
