@@ -1,16 +1,21 @@
 """Decode attention over packed records, in plain Triton: codes go to the tensor cores as they are stored.
 
-The general kernel (:mod:`kivi_ops.kernels.attention`) restores every element; here none is. A field masked in place in a 16-bit word *is* a
-float16 subnormal, code * 2^(-24 + its place in the byte), which the tensor cores keep. So codes are one operand as they lie in memory, and
-the grid goes into the other, small one: logits = (q * scale) . code + q . min, output = (p * scale) . code + p . min. Fields of a word
-belong to different groups, so each field is a product of its own and nothing is shuffled.
+The general kernel (:mod:`kivi_ops.kernels.attention`) restores every element; here none is. A field masked in place in a 16-bit word *is*
+a subnormal of the cache's dtype, code * 2^-24 (float16) or 2^-133 (bfloat16) times a power of two for its place, and tensor cores keep
+subnormals. So codes are one operand as they lie in memory, and the grid goes into the other, small one: logits = (q * scale) . code +
+q . min, output = (p * scale) . code + p . min. Fields of a word belong to different groups, so each has a product of its own and nothing
+is shuffled.
 
-q * scale, p and p * scale are carried as two float16 parts, x = high + low: one part alone costs an error of 8e-4 where Values have zero
-mean. A block has 8 query rows; the low parts are rows 8 .. 15 of the same tensor core operand, so the second part costs no second product.
+q * scale, p and p * scale are carried as two parts, x rounded and what that lost: one part alone costs an error of 2^-12 of every term,
+which Values of zero mean do not average away. A program has 8 query rows; the low parts are rows 8 .. 15 of the same tensor core operand,
+so they cost no second product. And tensor cores truncate when they accumulate: every chunk is added up on its own, then to the rest in
+float32, rounded.
 
-One launch covers a row's tokens: *bulk* programs take whole chunks that are sealed on both sides, *tail* programs one slice of 32 of the
-other tokens each (the last partial records, the windows, the new tokens). Every program leaves the same kind of partial result for
-:func:`combine`. Serves G = 32, D_k = D_v of 64 or 128, 2 and 4 bits (mixed too), 16-bit floats. Must not know of sealing or launches.
+Whole chunks of sealed tokens (one Key and one Value record, or several of the shorter one with mixed bits) are dealt to a row's splits in
+turn. What is left of a row (sealed tokens of its last records, the windows, the new tokens) follows as *slices* of 32 tokens, dealt on in
+turn. Every split leaves its maximum, total and weighted sum to :mod:`kivi_ops.kernels.combine`.
+
+Serves G = 32, D_k = D_v of 64 or 128, 2 and 4 bits, metadata in the cache's 16-bit dtype. Must not know of sealing or launches.
 """
 
 from __future__ import annotations
@@ -26,70 +31,120 @@ from kivi_ops.kernels.common import narrow, row_span, visible_boundary, widen
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no inline assembly
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+ROWS = tl.constexpr(8)  # query rows of a program
+SLICE = tl.constexpr(32)  # tokens of one product: a group
+HALF = tl.constexpr(64)  # channels of a Key word's row, tokens of a Value word's row
+CODES = tl.constexpr(2048)  # words of either record that hold codes: SLICE * HALF
+SLICE_PLACE = tl.constexpr(4)  # where slices put a field: subnormal in both dtypes, and far from the last bit
+
+
+# ------------------------------------------------------------------------------------------------- places, units, assembly
+
+
+@triton.constexpr_function
+def kind_of(dtype):
+    return "bf16" if dtype == tl.bfloat16 else "f16"
+
+
+@triton.constexpr_function
+def place(bit, bits, dtype):
+    """The bit at which :func:`unpack` leaves the field at ``bit``: the same for fields 8 bits apart.
+
+    float16 has room for two bits more than a byte, and tensor cores truncate the less the higher a code lies.
+    """
+    return 8 if bits == 2 and bit % 8 == 0 and dtype == tl.float16 else bit % 8
+
+
+@triton.constexpr_function
+def unit(at, dtype):
+    """What a sum over codes at bit ``at`` is to be multiplied by (with 2^13 more for bfloat16: float32 does not hold 2^133)."""
+    return 2.0 ** ((120 if dtype == tl.bfloat16 else 24) - at)
+
+
+@triton.constexpr_function
+def unpack_assembly(bit, bits, dtype):
+    at = place(bit, bits, dtype)
+    mask = ((1 << bits) - 1 << at) * 0x10001
+    if at == bit:
+        return f"and.b32 $0, $1, {mask};"
+    return f"{{ .reg .b32 t; prmt.b32 t, $1, $1, 0x2301; and.b32 $0, t, {mask}; }}"  # the bytes of each word exchanged
+
+
+@triton.constexpr_function
+def parts_assembly(kind):
+    """Two float32 -> (both rounded, what that lost)."""
+    back = {
+        "f16": "mov.b32 {a, b}, $0; cvt.f32.f16 x, a; cvt.f32.f16 y, b;",
+        "bf16": "{ .reg .b32 t; shl.b32 t, $0, 16; mov.b32 x, t; and.b32 t, $0, 0xffff0000; mov.b32 y, t; }",
+    }[kind]
+    return (
+        f"{{ .reg .b16 a, b; .reg .f32 x, y; cvt.rn.{kind}x2.f32 $0, $3, $2; {back}\n"
+        f"sub.f32 x, $2, x; sub.f32 y, $3, y; cvt.rn.{kind}x2.f32 $1, y, x; }}"
+    )
+
+
+@triton.constexpr_function
+def product_assembly(kind):
+    """a * b -> (rounded, what that lost). Before sm_90 bfloat16 has no product but this: -0.0 added."""
+    return f"{{ .reg .b32 t; mov.b32 t, 0x80008000; fma.rn.{kind}x2 $0, $2, $3, t; neg.{kind}x2 t, $0; fma.rn.{kind}x2 $1, $2, $3, t; }}"
+
+
+# ------------------------------------------------------------------------------------------------------------ tiles
 
 
 @triton.jit
-def field(words, BIT: tl.constexpr, BITS: tl.constexpr):
-    """The codes at ``BIT`` of uint16 words, as float16 code * 2^(-24 + BIT % 8)."""
-    MASK: tl.constexpr = ((1 << BITS) - 1) << (BIT % 8)
+def unpack(words, BIT: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr):
+    """The codes at ``BIT`` of uint16 words, as subnormals of T at bit ``place(BIT, BITS, T)``."""
     if INTERPRET:
-        codes = ((words >> (BIT // 8 * 8)) & MASK).to(tl.float16, bitcast=True)
+        PLACE: tl.constexpr = place(BIT, BITS, T)
+        codes = (((words >> BIT) & ((1 << BITS) - 1)) << PLACE).to(tl.uint16).to(T, bitcast=True)
     else:
-        TWO: tl.constexpr = MASK * 0x10001
-        if BIT < 8:
-            codes = tl.inline_asm_elementwise(f"and.b32 $0, $1, {TWO};", "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-        else:
-            codes = tl.inline_asm_elementwise(
-                f"{{ .reg .b32 t; shr.u32 t, $1, 8; and.b32 $0, t, {TWO}; }}", "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
-            )
+        ASSEMBLY: tl.constexpr = unpack_assembly(BIT, BITS, T)
+        codes = tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2).to(T, bitcast=True)
     return codes
 
 
 @triton.jit
-def split_float(x):
-    """float32 as two float16 parts."""
+def unpack_slice(words, bit, BITS: tl.constexpr, T: tl.constexpr):
+    """The codes at ``bit``, known only now, as subnormals of T at SLICE_PLACE."""
+    codes = ((words >> tl.cast(bit, tl.uint16)) & ((1 << BITS) - 1)) << SLICE_PLACE
+    return codes.to(tl.uint16).to(T, bitcast=True)
+
+
+@triton.jit
+def parts(x, T: tl.constexpr):
+    """float32 as two parts in T."""
     if INTERPRET:
-        high = x.to(tl.float16)
-        low = (x - high.to(tl.float32)).to(tl.float16)
+        high = narrow(x, T)
+        low = narrow(x - widen(high), T)
     else:
-        high, low = tl.inline_asm_elementwise(
-            """{ .reg .b16 a, b; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {a, b}, $0; cvt.f32.f16 u, a; cvt.f32.f16 v, b;
-            sub.f32 u, $2, u; sub.f32 v, $3, v; cvt.rn.f16x2.f32 $1, v, u; }""",
-            "=&r,=&r,f,f",
-            [x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        ASSEMBLY: tl.constexpr = parts_assembly(kind_of(T))
+        high, low = tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,f,f", [x], dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
+        high, low = high.to(T, bitcast=True), low.to(T, bitcast=True)
     return high, low
 
 
 @triton.jit
-def times(a, b):
-    """float16 a * b as two float16 parts, exact but for underflow."""
+def times(a, b, T: tl.constexpr):
+    """a * b as two parts, exact but for underflow."""
     if INTERPRET:
-        high = (a.to(tl.float32) * b.to(tl.float32)).to(tl.float16)
-        low = (a.to(tl.float32) * b.to(tl.float32) - high.to(tl.float32)).to(tl.float16)
+        high = narrow(widen(a) * widen(b), T)
+        low = narrow(widen(a) * widen(b) - widen(high), T)
     else:
-        high, low = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; mul.rn.f16x2 $0, $2, $3; neg.f16x2 t, $0; fma.rn.f16x2 $1, $2, $3, t; }",
-            "=&r,=&r,r,r",
-            [a, b],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        ASSEMBLY: tl.constexpr = product_assembly(kind_of(T))
+        high, low = tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r,r", [a, b], dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
+        high, low = high.to(T, bitcast=True), low.to(T, bitcast=True)
     return high, low
 
 
 @triton.jit
-def times_add(a, b, c):
-    """float16 a * b + c, rounded once."""
+def times_add(a, b, c, T: tl.constexpr):
+    """a * b + c, rounded once."""
     if INTERPRET:
-        result = (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(tl.float16)
+        result = narrow(widen(a) * widen(b) + widen(c), T)
     else:
-        result = tl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2)
+        ASSEMBLY: tl.constexpr = f"fma.rn.{kind_of(T)}x2 $0, $1, $2, $3;"
+        result = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [a, b, c], dtype=tl.int16, is_pure=True, pack=2).to(T, bitcast=True)
     return result
 
 
@@ -124,9 +179,23 @@ def stack(high, low):
 
 
 @triton.jit
+def alone(high):
+    """[ROWS, K] -> [2 * ROWS, K], the low parts 0."""
+    return stack(high, tl.zeros(high.shape, high.dtype))
+
+
+@triton.jit
 def unstack(x):
     """[2 * ROWS, N] -> [ROWS, N]: the sum of both parts."""
     return tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+
+
+@triton.jit
+def scaled_parts(high, low, grid, T: tl.constexpr):
+    """(high + low) [ROWS, K] times ``grid`` [K], as one operand [2 * ROWS, K]."""
+    grid = tl.broadcast_to(grid[None, :], high.shape)
+    product_high, product_low = times(high, grid, T)
+    return stack(product_high, times_add(low, grid, product_low, T))
 
 
 @triton.jit
@@ -136,9 +205,9 @@ def two_slices(x):
 
 
 @triton.jit
-def pick(x, INDEX: tl.constexpr):
-    """Column ``INDEX`` of [ROWS, 8]: [ROWS]."""
-    return tl.sum(tl.where((tl.arange(0, 8) == INDEX)[None, :], x, 0.0), 1)
+def pick(x, COLUMN: tl.constexpr):
+    """One column of [ROWS, 8]: [ROWS]."""
+    return tl.sum(tl.where((tl.arange(0, 8) == COLUMN)[None, :], x, 0.0), 1)
 
 
 @triton.jit
@@ -152,62 +221,26 @@ def power_of_two_above(x):
 
 
 @triton.jit
-def largest(scales, so_far):
-    """The largest of a tuple of [64] scales and ``so_far``, as float32; NaN does not count, its group's minimum is NaN as well."""
+def weight_bits(scales, T: tl.constexpr):
+    """w such that weights up to 2^w times any of a tuple of scales stay in T's range: they are carried so that small ones stay normal.
+
+    NaN does not count: its group's minimum is NaN as well.
+    """
+    BITS: tl.constexpr = 40 if T == tl.bfloat16 else 15
+    ROOM: tl.constexpr = 79 if T == tl.bfloat16 else 0  # from scales of 2^this on
     most = widen(scales[0])
     for i in tl.static_range(1, len(scales)):
         most = tl.maximum(most, widen(scales[i]))
-    return tl.maximum(tl.max(tl.where(most == most, most, 0.0), 0), so_far)
-
-
-@triton.jit
-def normaliser(scales, so_far, WIDE: tl.constexpr):
-    """(2^-e, 2^e) that bring bfloat16 scales into float16's range; float16 ones stay as they are."""
-    if WIDE:
-        down, up = power_of_two_above(largest(scales, so_far))
-    else:
-        down, up = 1.0, 1.0
-    return down, up
-
-
-@triton.jit
-def weight_bits(largest_scale, WIDE: tl.constexpr):
-    """w such that 2^w times any scale stays below 2^15; bfloat16 scales (WIDE) are normalised themselves.
-
-    Softmax weights are carried times 2^w, so that small ones stay normal in float16.
-    """
-    if WIDE:
-        bits = 15.0
-    else:
-        exponent = (largest_scale.to(tl.int32, bitcast=True) >> 23) - 126
-        bits = 15.0 - tl.maximum(exponent, 0).to(tl.float32)
-    return bits
-
-
-@triton.jit
-def half_scale(scale, down, WIDE: tl.constexpr):
-    """A scale as float16: bfloat16 times the power of two ``down``."""
-    if WIDE:
-        scale = (widen(scale) * down).to(tl.float16)
-    return scale
-
-
-@triton.jit
-def native_split(x, like):
-    """float32 as two parts in the dtype of ``like``: 22 bits in float16, 16 in bfloat16, whose range is wanted."""
-    if like.dtype == tl.bfloat16:
-        high = x.to(tl.bfloat16)
-        low = (x - widen(high)).to(tl.bfloat16)
-    else:
-        high, low = split_float(x)
-    return high, low
+    most = tl.max(tl.where(most == most, most, 0.0), 0)
+    exponent = (most.to(tl.int32, bitcast=True) >> 23) - 126
+    return BITS - tl.maximum(exponent - ROOM, 0).to(tl.float32)
 
 
 @triton.jit
 def mask_logits(
     logits,
     token,
-    limit,
+    end,
     query_row,
     mask_at,
     mask_column_stride,
@@ -218,8 +251,8 @@ def mask_logits(
     MASK: tl.constexpr,
     REPEATS: tl.constexpr,
 ):
-    """Base-2 logits [ROWS, tokens] with -inf where a token is not visible: past ``limit``, or by the mask."""
-    visible = (token < limit)[None, :] & (query_row < new_tokens * REPEATS)[:, None]
+    """Base-2 logits [ROWS, tokens] with -inf where a token is not visible: from ``end`` on, or by the mask."""
+    visible = (token < end)[None, :] & (query_row < new_tokens * REPEATS)[:, None]
     if MASK == MASK_CAUSAL:
         visible = visible & (token[None, :] <= (first + query_row // REPEATS)[:, None])
     elif MASK != MASK_NONE:
@@ -233,20 +266,132 @@ def mask_logits(
     return tl.where(visible, logits, float("-inf"))
 
 
-@triton.jit
-def store_partial(partial_ptr, maximum_ptr, total_ptr, slot, mask_rows, reference, total, output, DIM: tl.constexpr):
-    """One program's result: log weights' reference, total and weighted sum, a tuple of [ROWS, 32] a group of channels."""
-    # A NaN total must be seen by the combine, even where no logit was a number.
-    finite = tl.where(reference == float("-inf"), 0.0, reference * LN_2)
-    tl.store(maximum_ptr + slot, tl.where(total == 0.0, float("-inf"), finite), mask=mask_rows)
-    tl.store(total_ptr + slot, total, mask=mask_rows)
-    channel = tl.arange(0, 32)
-    for group in tl.static_range(DIM // 32):
-        target = partial_ptr + slot[:, None] * DIM + (channel + group * 32)[None, :]
-        tl.store(target, output[group], mask=mask_rows[:, None] & (channel >= 0)[None, :])
+# ------------------------------------------------------------------------------------------------------------ slices
 
 
 @triton.jit
+def slice_logits(
+    begin,
+    record_ptr,
+    meta_ptr,
+    window_ptr,
+    fresh_ptr,
+    token_stride,
+    channel_stride,
+    boundary,
+    first,
+    end,
+    window_rows,
+    queries,
+    to_logit,
+    code_to_logit,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Base-2 logits [ROWS, SLICE] of tokens from ``begin`` on: from a record below ``boundary``, else from the window or the new tokens.
+
+    Both forms are computed and one is chosen, so that no load waits for another. Pointers are those of the row and head.
+    """
+    HALVES: tl.constexpr = DIM // HALF
+    SLICES: tl.constexpr = TOKENS // SLICE
+    RECORD: tl.constexpr = CODES + 2 * SLICES * DIM
+    channel = tl.arange(0, HALF)
+    token = begin + tl.arange(0, SLICE)
+    every = (channel >= 0)[:, None]
+    sealed = (token < boundary)[None, :]
+    kept = ((token >= boundary) & (token < first) & (token < end))[None, :]
+    new = ((token >= boundary) & (token >= first) & (token < end))[None, :]
+    part = begin % TOKENS // SLICE
+    base = begin // TOKENS * RECORD
+    words_at = record_ptr + base + (tl.arange(0, SLICE) * HALF)[None, :] + channel[:, None]
+    words = tl.load(words_at, mask=sealed & every, other=0).to(tl.uint16, bitcast=True)
+    meta_at = meta_ptr + base + CODES + part * DIM + channel
+    window_at = window_ptr + (token % window_rows)[None, :] * DIM + channel[:, None]
+    fresh_at = fresh_ptr + (token - first).to(tl.int64)[None, :] * token_stride + channel.to(tl.int64)[:, None] * channel_stride
+    coded = tl.zeros([2 * ROWS, SLICE], tl.float32)
+    floats = tl.zeros([2 * ROWS, SLICE], tl.float32)
+    bias = tl.zeros([2 * ROWS, 8], tl.float32)
+    for half in tl.static_range(HALVES):
+        grid = tl.load(meta_at + half * HALF, mask=begin + 0 * channel < boundary, other=0.0)
+        minimum = tl.load(meta_at + SLICES * DIM + half * HALF, mask=begin + 0 * channel < boundary, other=0.0)
+        keys = tl.load(window_at + half * HALF, mask=kept & every, other=0.0)
+        fresh = tl.load(fresh_at + half * HALF * channel_stride, mask=new & every, other=0.0)
+        high, low = times(queries[half], tl.broadcast_to(grid[None, :], [ROWS, HALF]), T)
+        coded = dot(stack(high, low), unpack_slice(words, (part + half * SLICES) * BITS, BITS, T), coded)
+        bias = dot(alone(queries[half]), tl.broadcast_to(minimum[:, None], [HALF, 8]), bias)
+        floats = dot(alone(queries[half]), tl.where(new, fresh, keys), floats)
+    logits = unstack(coded) * (code_to_logit * 0.5**SLICE_PLACE)[:, None] + (pick(unstack(bias), 0) * to_logit)[:, None]
+    return tl.where(sealed, logits, unstack(floats) * to_logit[:, None])
+
+
+@triton.jit
+def slice_values(
+    begin,
+    logits,
+    shift,
+    total,
+    sums,
+    record_ptr,
+    meta_ptr,
+    window_ptr,
+    fresh_ptr,
+    token_stride,
+    channel_stride,
+    boundary,
+    first,
+    end,
+    window_rows,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    REST: tl.constexpr,
+    T: tl.constexpr,
+):
+    """(shift, total, sums) with the Values of tokens from ``begin`` on added. A token is all zeros in the form that it does not have."""
+    GROUPS: tl.constexpr = DIM // SLICE
+    RECORD: tl.constexpr = CODES + 2 * GROUPS * TOKENS
+    channel = tl.arange(0, SLICE)
+    every = (channel >= 0)[None, :]
+    token = begin + tl.arange(0, SLICE)
+    sealed = token < boundary
+    kept = ((token >= boundary) & (token < first) & (token < end))[:, None]
+    new = ((token >= boundary) & (token >= first) & (token < end))[:, None]
+    local = begin % TOKENS
+    base = begin // TOKENS * RECORD
+    meta_at = meta_ptr + base + CODES + local + tl.arange(0, SLICE)
+    words_at = record_ptr + base + (channel * HALF)[None, :] + (local % HALF + tl.arange(0, SLICE))[:, None]
+    words = tl.load(words_at, mask=sealed[:, None] & every, other=0).to(tl.uint16, bitcast=True)
+    window_at = window_ptr + (token % window_rows)[:, None] * DIM + channel[None, :]
+    fresh_at = fresh_ptr + (token - first).to(tl.int64)[:, None] * token_stride + channel.to(tl.int64)[None, :] * channel_stride
+    grids = ()
+    for group in tl.static_range(GROUPS):
+        grids = grids + (tl.load(meta_at + group * TOKENS, mask=sealed, other=0.0),)
+    new_shift = tl.maximum(shift, tl.max(logits, 1) - weight_bits(grids, T))
+    finite = tl.where(new_shift == float("-inf"), 0.0, new_shift)
+    decay = power(shift - finite)
+    weights = power(logits - finite[:, None])
+    high, low = parts(weights, T)
+    both = stack(high, low)
+    added = ()
+    for group in tl.static_range(GROUPS):
+        codes = unpack_slice(words, (local // HALF * GROUPS + group) * BITS, BITS, T)
+        coded = dot(scaled_parts(high, low, grids[group], T), codes, tl.zeros([2 * ROWS, SLICE], tl.float32))
+        minimum = tl.load(meta_at + (GROUPS + group) * TOKENS, mask=sealed, other=0.0)
+        values = tl.load(window_at + group * SLICE, mask=kept & every, other=0.0)
+        fresh = tl.load(fresh_at + group * SLICE * channel_stride, mask=new & every, other=0.0)
+        values = tl.where(sealed[:, None], tl.broadcast_to(minimum[:, None], [SLICE, SLICE]), tl.where(new, fresh, values))
+        floats = dot(both, values, tl.zeros([2 * ROWS, SLICE], tl.float32))
+        slice_sum = unstack(coded) * REST * unit(SLICE_PLACE, T) + unstack(floats)
+        added = added + (sums[group] * decay[:, None] + slice_sum,)
+    return new_shift, total * decay + tl.sum(weights, 1), added
+
+
+# ------------------------------------------------------------------------------------------------------------ kernel
+
+
+@triton.jit(do_not_specialize=["splits", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
 def decode_kernel(
     query_ptr,
     key_ptr,
@@ -288,6 +433,7 @@ def decode_kernel(
     window_rows,
     key_records,
     value_records,
+    splits,
     scale,
     AFTER: tl.constexpr,
     MASK: tl.constexpr,
@@ -297,205 +443,102 @@ def decode_kernel(
     KEY_TOKENS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_TOKENS: tl.constexpr,
-    TAIL_SPLITS: tl.constexpr,
-    BULK_SPLITS: tl.constexpr,
+    SIGNAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program: ROWS query rows of one batch row and KV head over one slice of the tail, or over every BULK_SPLITS-th chunk.
+    """One program: ROWS query rows of one batch row and KV head over chunks and slices ``split``, ``split + splits``, ... of its tokens.
 
-    A chunk is CHUNK tokens: one Key and one Value record, or several of the shorter one with mixed bits.
+    Query rows are the REPEATS query heads of the KV head for each new token. Grid: (B * H * splits, query blocks). Writes maximum (base 2;
+    -inf where the split saw nothing, and then nothing else counts) and total float32 [B * H, splits, rows] and the weighted sum
+    [B * H, splits, rows, D]. SIGNAL: the combine may be launched while this kernel ends.
     """
-    ROWS: tl.constexpr = 8
-    SLICE: tl.constexpr = 32  # tokens of one product: a group
-    HALF: tl.constexpr = 64  # channels of a Key word's row, tokens of a Value word's row
-    SUBNORMAL: tl.constexpr = 16777216.0  # 2^24
+    T: tl.constexpr = key_window_ptr.dtype.element_ty
     CHUNK: tl.constexpr = KEY_TOKENS if KEY_TOKENS > VALUE_TOKENS else VALUE_TOKENS
     HALVES: tl.constexpr = DIM // HALF  # Key channel parts
     GROUPS: tl.constexpr = DIM // SLICE  # Value channel parts, each one group of channels
     KEY_SLICES: tl.constexpr = KEY_TOKENS // SLICE
     VALUE_PARTS: tl.constexpr = VALUE_TOKENS // HALF
-    CODES: tl.constexpr = SLICE * HALF  # words of either record
+    KEY_RUN: tl.constexpr = CHUNK // KEY_TOKENS  # records of a chunk
+    VALUE_RUN: tl.constexpr = CHUNK // VALUE_TOKENS
     KEY_PAIRS: tl.constexpr = KEY_SLICES * DIM
     VALUE_PAIRS: tl.constexpr = GROUPS * VALUE_TOKENS
     KEY_RECORD: tl.constexpr = CODES + 2 * KEY_PAIRS
     VALUE_RECORD: tl.constexpr = CODES + 2 * VALUE_PAIRS
-    KEY_MASK: tl.constexpr = (1 << KEY_BITS) - 1
-    VALUE_MASK: tl.constexpr = (1 << VALUE_BITS) - 1
-    OUTPUTS: tl.constexpr = 4 if (DIM == 128 or VALUE_BITS == 2) else 2  # one for each group and place in the byte
-    WIDE: tl.constexpr = key_meta_ptr.dtype.element_ty == tl.bfloat16
-    SPLITS: tl.constexpr = TAIL_SPLITS + BULK_SPLITS
+    OUTPUTS: tl.constexpr = 4 if (DIM == 128 or VALUE_BITS == 2) else 2  # accumulators: one for each group and place
+    REST: tl.constexpr = 8192.0 if T == tl.bfloat16 else 1.0
+    QUERY_UP: tl.constexpr = 2.0**60 if T == tl.bfloat16 else 1.0  # queries are carried times this: products with codes stay normal
 
-    split = tl.program_id(0) % SPLITS
-    row_head = (tl.program_id(0) // SPLITS).to(tl.int64)
+    split = tl.program_id(0) % splits
+    row_head = (tl.program_id(0) // splits).to(tl.int64)
     row, head = row_head // heads, row_head % heads
     start, padding, first, end = row_span(position_ptr, position_stride, left_padding_ptr, row, new_tokens, capacity)
+    end = tl.where(start + new_tokens > capacity, 0, end)  # the row will be NaN: the combine's work
     key_boundary = visible_boundary(tl.load(sealed_ptr + 2 * row), first, AFTER)
     value_boundary = visible_boundary(tl.load(sealed_ptr + 2 * row + 1), first, AFTER)
-    past_capacity = start + new_tokens > capacity
-    bulk = tl.minimum(tl.minimum(key_boundary, value_boundary), tl.maximum(first, 0)) // CHUNK * CHUNK
+    chunks = tl.minimum(tl.minimum(key_boundary, value_boundary), tl.minimum(tl.maximum(first, 0), end)) // CHUNK
 
-    query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    mask_rows = query_row < new_tokens * REPEATS
-    query_rows = new_tokens * REPEATS
-    slot = (row_head * SPLITS + split) * query_rows + query_row
-    slice_start = bulk + split * SLICE
-    chunk = split - TAIL_SPLITS
-    idle = tl.where(split < TAIL_SPLITS, slice_start >= end, chunk >= bulk // CHUNK) | past_capacity
-    if idle:
-        tl.store(maximum_ptr + slot, tl.full([ROWS], float("-inf"), tl.float32), mask=mask_rows)
-        return
-
+    key_words_ptr += row_head * key_records * KEY_RECORD
+    key_meta_ptr += row_head * key_records * KEY_RECORD
+    value_words_ptr += row_head * value_records * VALUE_RECORD
+    value_meta_ptr += row_head * value_records * VALUE_RECORD
     channel = tl.arange(0, HALF)
     token_in_slice = tl.arange(0, SLICE)
     group_8 = tl.arange(0, 8)
+    query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    query_rows = new_tokens * REPEATS
     query_head = head * REPEATS + query_row % REPEATS
     query_token = (query_row // REPEATS).to(tl.int64)
     mask_at = mask_ptr + row * mask_row_stride + query_head * mask_head_stride + query_token * mask_token_stride
 
-    # The query twice: as it is, for products with minima and floats, and times the scale's power of two, for products with codes. The
-    # product with the identity puts it where the tensor cores leave their results, which is where the parts of a row meet for free.
+    # The product with the identity puts the query where the tensor cores leave their results, which is where the parts of a row meet for
+    # free. It is carried times a power of two for each row.
     row_16 = tl.arange(0, 2 * ROWS)
     at = tl.program_id(1) * ROWS + row_16
     query_at = (head * REPEATS + at % REPEATS) * query_head_stride + (at // REPEATS).to(tl.int64) * query_token_stride
     query_at = query_ptr + row * query_row_stride + query_at[:, None] + channel.to(tl.int64)[None, :] * query_channel_stride
-    real = ((row_16 < ROWS) & (at < new_tokens * REPEATS))[:, None] & (channel >= 0)[None, :]
-    identity = tl.where(channel[:, None] == channel[None, :], 1.0, 0.0).to(query_ptr.dtype.element_ty)
-    nothing = tl.zeros([2 * ROWS, HALF], tl.float32)
-    queries = ()
+    real = ((row_16 < ROWS) & (at < query_rows))[:, None] & (channel >= 0)[None, :]
+    identity = narrow(tl.where(channel[:, None] == channel[None, :], 1.0, 0.0), T)
     exact = ()
     for half in tl.static_range(HALVES):
         query = tl.load(query_at + half * HALF * query_channel_stride, mask=real, other=0.0)
-        queries = queries + (query,)
-        exact = exact + (unstack(dot(query, identity, nothing)),)
+        exact = exact + (unstack(dot(query, identity, tl.zeros([2 * ROWS, HALF], tl.float32))),)
     query_most = tl.max(tl.abs(exact[0]), 1)
     if HALVES == 2:
         query_most = tl.maximum(query_most, tl.max(tl.abs(exact[1]), 1))
     query_down, query_up = power_of_two_above(query_most)
-    parts = ()
+    queries = ()
     for half in tl.static_range(HALVES):
-        parts = parts + ((exact[half] * query_down[:, None]).to(tl.float16),)
-    natural = scale * LOG2_E  # logits are in base 2
-    code_logit = query_up * (natural * SUBNORMAL)
-
-    if split < TAIL_SPLITS:
-        token = slice_start + token_in_slice
-        in_window = (token < first) & (token < end)
-        is_new = (token >= first) & (token < end)
-        window_row = (token % window_rows).to(tl.int64)
-
-        # Keys: both as codes and as floats; each token's logit is one of them. Loads wait for nothing.
-        sealed = token < key_boundary
-        any_sealed = slice_start + 0 * channel < key_boundary
-        local = slice_start % KEY_TOKENS
-        part = local // SLICE
-        base = (row_head * key_records + slice_start // KEY_TOKENS) * KEY_RECORD
-        words = tl.load(
-            key_words_ptr + base + (token_in_slice * HALF)[None, :] + channel[:, None],
-            mask=sealed[None, :] & (channel >= 0)[:, None],
-            other=0,
-        ).to(tl.uint16, bitcast=True)
-        meta = key_meta_ptr + base + CODES + part * DIM + channel
-        scales = ()
-        for half in tl.static_range(HALVES):
-            scales = scales + (tl.load(meta + half * HALF, mask=any_sealed, other=0.0),)
-        key_down, key_up = normaliser(scales, 0.0, WIDE)
-        coded = tl.zeros([2 * ROWS, SLICE], tl.float32)
-        floats = tl.zeros([2 * ROWS, SLICE], tl.float32)
-        bias = tl.zeros([2 * ROWS, 8], tl.float32)
-        window_at = key_window_ptr + (row_head * window_rows + window_row)[None, :] * DIM + channel[:, None]
-        fresh_at = key_ptr + row * key_row_stride + head * key_head_stride + (token - first).to(tl.int64)[None, :] * key_token_stride
-        fresh_at = fresh_at + channel.to(tl.int64)[:, None] * key_channel_stride
-        for half in tl.static_range(HALVES):
-            codes = ((words >> ((part + half * KEY_SLICES) * KEY_BITS).to(tl.uint16)) & KEY_MASK).to(tl.float16, bitcast=True)
-            high, low = times(parts[half], tl.broadcast_to(half_scale(scales[half], key_down, WIDE)[None, :], [ROWS, HALF]))
-            coded = tl.dot(stack(high, low), codes, coded)
-            minimum = tl.load(meta + KEY_PAIRS + half * HALF, mask=any_sealed, other=0.0)
-            bias = dot(queries[half], tl.broadcast_to(minimum[:, None], [HALF, 8]), bias)
-            keys = tl.load(window_at + half * HALF, mask=(in_window & (sealed == 0))[None, :] & (channel >= 0)[:, None], other=0.0)
-            fresh = tl.load(
-                fresh_at + half * HALF * key_channel_stride, mask=(is_new & (sealed == 0))[None, :] & (channel >= 0)[:, None], other=0.0
-            )
-            floats = dot(queries[half], tl.where((is_new & (sealed == 0))[None, :], fresh, keys), floats)
-        logits = unstack(coded) * (code_logit * key_up)[:, None] + (pick(unstack(bias), 0) * natural)[:, None]
-        logits = tl.where(sealed[None, :], logits, unstack(floats) * natural)
-        logits = mask_logits(
-            logits, token, end, query_row, mask_at, mask_column_stride, mask_columns, padding, first, new_tokens, MASK, REPEATS
-        )
-
-        # Values likewise; a token is all zeros in the form that it does not have.
-        sealed = token < value_boundary
-        local = slice_start % VALUE_TOKENS
-        base = (row_head * value_records + slice_start // VALUE_TOKENS) * VALUE_RECORD
-        meta = value_meta_ptr + base + CODES + local + token_in_slice
-        scales = ()
-        for group in tl.static_range(GROUPS):
-            scales = scales + (tl.load(meta + group * VALUE_TOKENS, mask=sealed, other=0.0),)
-        tail_most = largest(scales, 0.0)
-        value_down, value_up = normaliser(scales, 0.0, WIDE)
-        reference = tl.max(logits, 1)
-        shift = tl.where(reference == float("-inf"), 0.0, reference) - weight_bits(tail_most, WIDE)
-        weights = power(logits - shift[:, None])
-        total = tl.sum(weights, 1)
-        high, low = split_float(weights)
-        native_high, native_low = native_split(weights, scales[0])
-        native = stack(native_high, native_low)
-        window_at = value_window_ptr + (row_head * window_rows + window_row)[:, None] * DIM + token_in_slice[None, :]
-        fresh_at = value_ptr + row * value_row_stride + head * value_head_stride
-        fresh_at = fresh_at + (token - first).to(tl.int64)[:, None] * value_token_stride
-        fresh_at = fresh_at + token_in_slice.to(tl.int64)[None, :] * value_channel_stride
-        words_at = value_words_ptr + base + (token_in_slice * HALF)[None, :] + (local % HALF + token_in_slice)[:, None]
-        words = tl.load(words_at, mask=sealed[:, None] & (token_in_slice >= 0)[None, :], other=0).to(tl.uint16, bitcast=True)
-        output = ()
-        for group in tl.static_range(GROUPS):
-            codes = ((words >> ((local // HALF * GROUPS + group) * VALUE_BITS).to(tl.uint16)) & VALUE_MASK).to(tl.float16, bitcast=True)
-            grid = tl.broadcast_to(half_scale(scales[group], value_down, WIDE)[None, :], [ROWS, SLICE])
-            scaled_high, scaled_low = times(high, grid)
-            coded = tl.dot(stack(scaled_high, times_add(low, grid, scaled_low)), codes)
-            minimum = tl.load(meta + VALUE_PAIRS + group * VALUE_TOKENS, mask=sealed, other=0.0)
-            window_mask = (in_window & (sealed == 0))[:, None] & (token_in_slice >= 0)[None, :]
-            fresh_mask = (is_new & (sealed == 0))[:, None] & (token_in_slice >= 0)[None, :]
-            floats = tl.load(window_at + group * SLICE, mask=window_mask, other=0.0)
-            fresh = tl.load(fresh_at + group * SLICE * value_channel_stride, mask=fresh_mask, other=0.0)
-            floats = tl.where((is_new & (sealed == 0))[:, None], fresh, floats)
-            floats = tl.where(sealed[:, None], tl.broadcast_to(minimum[:, None], [SLICE, SLICE]), floats)
-            added = dot(native, floats, tl.zeros([2 * ROWS, SLICE], tl.float32))
-            output = output + (unstack(coded) * (SUBNORMAL * value_up) + unstack(added),)
-        store_partial(partial_ptr, maximum_ptr, total_ptr, slot, mask_rows, shift, total, output, DIM)
-        return
+        queries = queries + (narrow(exact[half] * (query_down * QUERY_UP)[:, None], T),)
+    to_logit = query_up * (scale * (LOG2_E / QUERY_UP))  # base 2
+    code_to_logit = query_up * (scale * (LOG2_E * REST / QUERY_UP * unit(0, T)))
 
     shift = tl.full([ROWS], float("-inf"), tl.float32)  # base-2 logarithm of the unit that weights are carried in
-    value_most = 0.0  # largest Value scale so far
-    value_unit = 1.0  # of the codes' part of the output; a power of two, bfloat16 only
     output = ()
     for _ in tl.static_range(OUTPUTS):
-        output = output + (tl.zeros([2 * ROWS, SLICE], tl.float32),)
-    minima = tl.zeros([2 * ROWS, 8], tl.float32)
-    total = tl.zeros([2 * ROWS, 8], tl.float32)
-    ones = tl.full([SLICE, 8], 1.0, tl.float16)
+        output = output + (tl.zeros([ROWS, SLICE], tl.float32),)
+    low_sums = tl.zeros([ROWS, 8], tl.float32)  # a column for each group: p . min
+    total = tl.zeros([ROWS, 8], tl.float32)  # the same in every column
+    ones = narrow(tl.full([SLICE, 8], 1.0, tl.float32), T)
 
-    for chunk in tl.range(split - TAIL_SPLITS, bulk // CHUNK, BULK_SPLITS, num_stages=STAGES):
+    for chunk in tl.range(split, chunks, splits, num_stages=STAGES):
         logits = ()
-        for record in tl.static_range(CHUNK // KEY_TOKENS):
-            base = (row_head * key_records + chunk * (CHUNK // KEY_TOKENS) + record) * KEY_RECORD
+        for record in tl.static_range(KEY_RUN):
+            base = (chunk * KEY_RUN + record) * KEY_RECORD
             words = tl.load(key_words_ptr + base + (token_in_slice * HALF)[None, :] + channel[:, None]).to(tl.uint16, bitcast=True)
-            meta = key_meta_ptr + base + CODES + channel
+            meta_at = key_meta_ptr + base + CODES + channel
             bias = tl.zeros([2 * ROWS, 8], tl.float32)
             for half in tl.static_range(HALVES):
-                low_at = meta[:, None] + (group_8 * DIM + (KEY_PAIRS + half * HALF))[None, :]
+                low_at = meta_at[:, None] + (group_8 * DIM + (KEY_PAIRS + half * HALF))[None, :]
                 low = tl.load(low_at, mask=(group_8 < KEY_SLICES)[None, :] & (channel >= 0)[:, None], other=0.0)
-                bias = dot(queries[half], low, bias)
-            bias = unstack(bias) * natural
-            scales = ()
-            for i in tl.static_range(KEY_SLICES * HALVES):
-                scales = scales + (tl.load(meta + i * HALF),)
-            key_down, key_up = normaliser(scales, 0.0, WIDE)
+                bias = dot(alone(queries[half]), low, bias)
+            bias = unstack(bias) * to_logit[:, None]
             for part in tl.static_range(KEY_SLICES):
                 product = tl.zeros([2 * ROWS, SLICE], tl.float32)
                 for half in tl.static_range(HALVES):
-                    grid = half_scale(scales[part * HALVES + half], key_down, WIDE)
-                    high, low = times(parts[half], tl.broadcast_to(grid[None, :], [ROWS, HALF]))
-                    product = tl.dot(stack(high, low), field(words, (half * KEY_SLICES + part) * KEY_BITS, KEY_BITS), product)
-                factor = code_logit * (key_up * 0.5 ** (part * KEY_BITS % 8))
+                    grid = tl.load(meta_at + (part * HALVES + half) * HALF)
+                    high, low = times(queries[half], tl.broadcast_to(grid[None, :], [ROWS, HALF]), T)
+                    product = dot(stack(high, low), unpack(words, (half * KEY_SLICES + part) * KEY_BITS, KEY_BITS, T), product)
+                factor = code_to_logit * (unit(place(part * KEY_BITS, KEY_BITS, T), T) / unit(0, T))
                 logit = unstack(product) * factor[:, None] + pick(bias, part)[:, None]
                 if MASK > 1:
                     token = token_in_slice + (chunk * CHUNK + (record * KEY_SLICES + part) * SLICE)
@@ -504,133 +547,93 @@ def decode_kernel(
                     )
                 logits = logits + (logit,)
 
-        scales = ()
-        for record in tl.static_range(CHUNK // VALUE_TOKENS):
-            base = (row_head * value_records + chunk * (CHUNK // VALUE_TOKENS) + record) * VALUE_RECORD
+        grids = ()
+        for record in tl.static_range(VALUE_RUN):
+            base = (chunk * VALUE_RUN + record) * VALUE_RECORD
             for i in tl.static_range(GROUPS * VALUE_PARTS):
-                scales = scales + (tl.load(value_meta_ptr + base + CODES + i * HALF + channel),)
-        value_most = largest(scales, value_most)
+                grids = grids + (tl.load(value_meta_ptr + base + CODES + i * HALF + channel),)
         highest = logits[0]
-        for part in tl.static_range(1, len(logits)):
-            highest = tl.maximum(highest, logits[part])
-        reference = tl.max(highest, 1)
-        reference = tl.where(reference == float("-inf"), 0.0, reference) if MASK > 1 else reference
-        new_shift = tl.maximum(shift, reference - weight_bits(value_most, WIDE))
-        decay = power(shift - new_shift)
+        for i in tl.static_range(1, len(logits)):
+            highest = tl.maximum(highest, logits[i])
+        new_shift = tl.maximum(shift, tl.max(highest, 1) - weight_bits(grids, T))
+        finite = tl.where(new_shift == float("-inf"), 0.0, new_shift) if MASK > 1 else new_shift
+        decay = power(shift - finite)
         shift = new_shift
-        decay_16 = tl.reshape(tl.broadcast_to(decay[None, :], [2, ROWS]), [2 * ROWS])[:, None]
-        minima *= decay_16
-        total *= decay_16
-        value_down = 1.0
-        if WIDE:
-            value_down, value_up = power_of_two_above(value_most)
-            decay_16 *= value_unit * value_down
-            value_unit = value_up
-        scaled = ()
-        for i in tl.static_range(OUTPUTS):
-            scaled = scaled + (output[i] * decay_16,)
-        output = scaled
 
-        for record in tl.static_range(CHUNK // VALUE_TOKENS):
-            base = (row_head * value_records + chunk * (CHUNK // VALUE_TOKENS) + record) * VALUE_RECORD
-            words_at = value_words_ptr + base + (token_in_slice * HALF)[None, :] + token_in_slice[:, None]
-            words = (tl.load(words_at).to(tl.uint16, bitcast=True), tl.load(words_at + SLICE).to(tl.uint16, bitcast=True))
+        # Weights of every slice, and their products with minima and ones.
+        highs = ()
+        lows = ()
+        fresh_low = tl.zeros([2 * ROWS, 8], tl.float32)
+        fresh_total = tl.zeros([2 * ROWS, 8], tl.float32)
+        for record in tl.static_range(VALUE_RUN):
+            base = (chunk * VALUE_RUN + record) * VALUE_RECORD
             low_at = value_meta_ptr + base + CODES + VALUE_PAIRS + (group_8 * VALUE_TOKENS)[None, :] + token_in_slice[:, None]
-            for part in tl.static_range(VALUE_PARTS):
-                grids = ()
-                for group in tl.static_range(GROUPS):
-                    grid = half_scale(scales[(record * GROUPS + group) * VALUE_PARTS + part], value_down, WIDE)
-                    grids = grids + (two_slices(grid),)
-                for half in tl.static_range(2):
-                    weights = power(logits[(record * VALUE_PARTS + part) * 2 + half] - shift[:, None])
-                    high, low = split_float(weights)
-                    both = stack(high, low)
-                    total = tl.dot(both, ones, total)
-                    minimum = tl.load(
-                        low_at + (part * 2 + half) * SLICE, mask=(group_8 < GROUPS)[None, :] & (token_in_slice >= 0)[:, None], other=0.0
-                    )
-                    if WIDE:
-                        native_high, native_low = native_split(weights, minimum)
-                        minima = dot(stack(native_high, native_low), minimum, minima)
-                    else:
-                        minima = tl.dot(both, minimum, minima)
-                    updated = ()
-                    for group in tl.static_range(GROUPS):
-                        grid = tl.broadcast_to(grids[group][half][None, :], [ROWS, SLICE])
-                        scaled_high, scaled_low = times(high, grid)
-                        codes = field(words[half], (part * GROUPS + group) * VALUE_BITS, VALUE_BITS)
-                        target = output[(part * GROUPS + group) % OUTPUTS]
-                        updated = updated + (tl.dot(stack(scaled_high, times_add(low, grid, scaled_low)), codes, target),)
-                    if OUTPUTS == GROUPS:
-                        output = updated
-                    elif part % 2 == 0:
-                        output = updated + output[GROUPS:]
-                    else:
-                        output = output[:GROUPS] + updated
+            for i in tl.static_range(2 * VALUE_PARTS):
+                high, low = parts(power(logits[record * 2 * VALUE_PARTS + i] - finite[:, None]), T)
+                highs = highs + (high,)
+                lows = lows + (low,)
+                minimum = tl.load(low_at + i * SLICE, mask=(group_8 < GROUPS)[None, :] & (token_in_slice >= 0)[:, None], other=0.0)
+                fresh_low = dot(stack(high, low), minimum, fresh_low)
+                fresh_total = dot(stack(high, low), ones, fresh_total)
+        low_sums = low_sums * decay[:, None] + unstack(fresh_low)
+        total = total * decay[:, None] + unstack(fresh_total)
 
-    minima = unstack(minima)
-    whole = ()
+        words = ()
+        for record in tl.static_range(VALUE_RUN):
+            base = (chunk * VALUE_RUN + record) * VALUE_RECORD
+            words_at = value_words_ptr + base + (token_in_slice * HALF)[None, :] + token_in_slice[:, None]
+            words = words + (tl.load(words_at).to(tl.uint16, bitcast=True), tl.load(words_at + SLICE).to(tl.uint16, bitcast=True))
+        added = ()
+        for block in tl.static_range(OUTPUTS // GROUPS):
+            for group in tl.static_range(GROUPS):
+                fresh = tl.zeros([2 * ROWS, SLICE], tl.float32)
+                for record in tl.static_range(VALUE_RUN):
+                    for part in tl.static_range(VALUE_PARTS):
+                        if part * GROUPS % OUTPUTS == block * GROUPS:
+                            two_grids = two_slices(grids[(record * GROUPS + group) * VALUE_PARTS + part])
+                            for half in tl.static_range(2):
+                                high = highs[(record * VALUE_PARTS + part) * 2 + half]
+                                low = lows[(record * VALUE_PARTS + part) * 2 + half]
+                                codes = unpack(words[2 * record + half], (part * GROUPS + group) * VALUE_BITS, VALUE_BITS, T)
+                                fresh = dot(scaled_parts(high, low, two_grids[half], T), codes, fresh)
+                added = added + (output[block * GROUPS + group] * decay[:, None] + unstack(fresh),)
+        output = added
+
+    # From here on in plain units: sums [ROWS, 32 channels] a group, and the total.
+    sums = ()
     for group in tl.static_range(GROUPS):
-        codes_sum = unstack(output[group]) * (SUBNORMAL / 2 ** (group * VALUE_BITS % 8))
+        whole = output[group] * REST * unit(place(group * VALUE_BITS, VALUE_BITS, T), T)
         if OUTPUTS > GROUPS:
-            codes_sum += unstack(output[GROUPS + group]) * (SUBNORMAL / 2 ** ((GROUPS + group) * VALUE_BITS % 8))
-        if WIDE:
-            codes_sum *= value_unit
-        whole = whole + (codes_sum + pick(minima, group)[:, None],)
-    store_partial(partial_ptr, maximum_ptr, total_ptr, slot, mask_rows, shift, pick(unstack(total), 0), whole, DIM)
+            whole += output[GROUPS + group] * REST * unit(place((GROUPS + group) * VALUE_BITS, VALUE_BITS, T), T)
+        sums = sums + (whole + pick(low_sums, group)[:, None],)
+    total = pick(total, 0)
 
+    key_window_ptr += row_head * window_rows * DIM
+    value_window_ptr += row_head * window_rows * DIM
+    key_ptr += row * key_row_stride + head * key_head_stride
+    value_ptr += row * value_row_stride + head * value_head_stride
+    slices = tl.cdiv(tl.maximum(end, 0) - chunks * CHUNK, SLICE)
+    for index in tl.range((split + splits - chunks % splits) % splits, slices, splits, num_stages=1):
+        begin = chunks * CHUNK + index * SLICE
+        logit = slice_logits(
+            begin, key_words_ptr, key_meta_ptr, key_window_ptr, key_ptr, key_token_stride, key_channel_stride, key_boundary, first, end,
+            window_rows, queries, to_logit, code_to_logit, DIM, KEY_BITS, KEY_TOKENS, T,
+        )  # fmt: skip
+        logit = mask_logits(
+            logit, begin + token_in_slice, end, query_row, mask_at, mask_column_stride, mask_columns, padding, first, new_tokens,
+            MASK, REPEATS,
+        )  # fmt: skip
+        shift, total, sums = slice_values(
+            begin, logit, shift, total, sums, value_words_ptr, value_meta_ptr, value_window_ptr, value_ptr, value_token_stride,
+            value_channel_stride, value_boundary, first, end, window_rows, DIM, VALUE_BITS, VALUE_TOKENS, REST, T,
+        )  # fmt: skip
 
-@triton.jit
-def combine(
-    partial_ptr,
-    maximum_ptr,
-    total_ptr,
-    left_padding_ptr,
-    position_ptr,
-    out_ptr,
-    position_stride,
-    heads,
-    new_tokens,
-    capacity,
-    REPEATS: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    WAIT: tl.constexpr,
-):
-    """Merge partial results [B * H, SPLITS, query rows, ...] with one global normalisation: one query row, DIM_BLOCK channels a program.
-
-    A slot whose maximum is -inf counts for nothing, whatever else lies in it. WAIT: launched while the first kernel still runs.
-    """
-    row_head = tl.program_id(0).to(tl.int64)
-    row = row_head // heads
-    query_row = tl.program_id(1)
-    query_rows = new_tokens * REPEATS
-    channel = tl.program_id(2) * DIM_BLOCK + tl.arange(0, DIM_BLOCK)
-    start, padding, first, end = row_span(position_ptr, position_stride, left_padding_ptr, row, new_tokens, capacity)
-    if WAIT:
-        tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    merged = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    output = tl.zeros([DIM_BLOCK], tl.float32)
-    for begin in tl.static_range(0, SPLITS, SPLIT_BLOCK):
-        split = begin + tl.arange(0, SPLIT_BLOCK)
-        slot = (row_head * SPLITS + split) * query_rows + query_row
-        exists = split < SPLITS
-        # All loads at once: a slot that turns out to be idle is dropped only after it was read.
-        maximum = tl.load(maximum_ptr + slot, mask=exists, other=float("-inf"))
-        split_total = tl.load(total_ptr + slot, mask=exists, other=0.0)
-        partial = tl.load(partial_ptr + slot[:, None] * DIM + channel[None, :], mask=exists[:, None] & (channel < DIM)[None, :], other=0.0)
-        active = maximum > float("-inf")
-        highest = tl.maximum(merged, tl.max(maximum, 0))
-        reference = tl.where(highest == float("-inf"), 0.0, highest)
-        decay = tl.exp(merged - reference)
-        weight = tl.exp(maximum - tl.max(reference, 0))
-        total = total * decay + tl.sum(tl.where(active, split_total * weight, 0.0), 0)
-        output = output * decay + tl.sum(tl.where(active[:, None], partial * weight[:, None], 0.0), 0)
-        merged = highest
-    output = tl.where(total == 0.0, 0.0, output / total)  # 0 where nothing is visible
-    output = tl.where(start + new_tokens > capacity, float("nan"), output)
-    target = (row_head * REPEATS + query_row % REPEATS) * new_tokens + query_row // REPEATS
-    tl.store(out_ptr + target * DIM + channel, narrow(output, out_ptr.dtype.element_ty), mask=channel < DIM)
+    if SIGNAL:
+        tl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    slot = (row_head * splits + split) * query_rows + query_row
+    # A NaN total must be seen by the combine, even where no logit was a number.
+    tl.store(maximum_ptr + slot, tl.where(total != total, total, shift), mask=query_row < query_rows)
+    tl.store(total_ptr + slot, total, mask=query_row < query_rows)
+    target = partial_ptr + slot[:, None] * DIM + token_in_slice[None, :]
+    for group in tl.static_range(GROUPS):
+        tl.store(target + group * SLICE, sums[group], mask=(query_row < query_rows)[:, None] & (token_in_slice >= 0)[None, :])

@@ -8,14 +8,17 @@ functions take CPU tensors. Must not know of models or graphs.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from kivi_ops.kernels.append import seal_kernel, write_kernel
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_NONE, attention_kernel, combine_kernel
-from kivi_ops.kernels.decode import combine, decode_kernel
+from kivi_ops.kernels.combine import combine_kernel as merge_kernel
+from kivi_ops.kernels.decode import decode_kernel
 from kivi_ops.kernels.layout import RecordLayout, record_layouts
 from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_kernel
 from kivi_ops.kernels.update import view_kernel
@@ -25,11 +28,14 @@ TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a threa
 # the 99 KB of shared memory that every GPU since sm_80 has.
 ATTENTION_BLOCKS = {128: (32, 32), 256: (16, 16)}
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
-DECODE_ROWS, DECODE_SLICE = 8, 32  # query rows of a program of decode, tokens of one of its tail programs
-DECODE_LARGEST_ROWS = 32  # query rows of a KV head at most
-DECODE_PROGRAMS = 1024  # bulk programs wanted in all: one wave of 8 a multiprocessor of a large GPU
-DECODE_STAGES = 2  # the next chunk is on its way while one is computed; one warp a program
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
+
+DECODE_ROWS = 64  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
+DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
+DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
+# By the number of splits up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
+# while the splits are still at work.
+COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 1 << 30: (32, 4)}
 
 
 def _power(n: int) -> int:
@@ -149,136 +155,48 @@ def unpack_dequantize_value(
 # ------------------------------------------------------------------------------------------------------------- attention
 
 
-def _decodes(query: Tensor, key: Tensor, key_window: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> bool:
-    """Whether the kernels of :mod:`decode` serve this call: the formats they are written for, and few enough query rows.
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1  # the interpreter
 
-    They read the records once for every DECODE_ROWS rows; with many, the general kernel's larger blocks win.
-    """
+
+@cache
+def _dependent(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it ends (sm_90 and later)."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _gluon(device: torch.device) -> Any | None:
+    """The module of the Gluon kernel, where it can run: tensor cores of sm_80 or later and a Triton that it was tried with."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    if not (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9):
+        return None
+    from kivi_ops.kernels import gluon_decode
+
+    return gluon_decode
+
+
+def _chosen(query: Tensor, key: Tensor, value: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> str:
+    """Which kernel serves a call. The fast ones take decode steps of common shapes, the general one everything."""
     key_layout, value_layout = layouts
-    dtypes = {query.dtype, key.dtype, key_window.dtype, key_layout.metadata_dtype}
-    query_rows = query.shape[1] // key.shape[1] * query.shape[2]
-    return (
-        softcap is None
-        and key_layout.group_size == 32
-        and key_layout.head_dim == value_layout.head_dim
+    query_rows = query.shape[2] * (query.shape[1] // key.shape[1])
+    fits = (
+        key_layout.head_dim == value_layout.head_dim
         and key_layout.head_dim in (64, 128)
-        and {key_layout.bits, value_layout.bits} <= {2, 4}
-        and len(dtypes) == 1
+        and key_layout.group_size == 32
+        and key_layout.bits in (2, 4)
+        and value_layout.bits in (2, 4)
+        and key_layout.metadata_dtype == query.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
-        and query_rows <= DECODE_LARGEST_ROWS
+        and softcap is None
+        and query_rows <= DECODE_ROWS
     )
-
-
-def _combine_shape(splits: int, dim: int) -> tuple[int, int, int]:
-    """Splits and channels of one round of loads, and warps: thin programs, since they wait beside the first kernel's."""
-    for largest, channels, warps in ((16, 128, 1), (32, 64, 1), (64, 64, 4)):
-        if splits <= largest:
-            return _power(splits), min(dim, channels), warps
-    return min(_power(splits), 256), 32, 4
-
-
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_records: Tensor,
-    value_records: Tensor,
-    key_window: Tensor,
-    value_window: Tensor,
-    sealed: Tensor,
-    left_padding: Tensor,
-    position: Tensor,
-    mask: tuple[int, Tensor, tuple[int, ...], int],
-    scale: float,
-    layouts: tuple[RecordLayout, RecordLayout],
-    capacity: int,
-    after: bool,
-) -> Tensor:
-    rows, query_heads, new_tokens, dim = query.shape
-    heads, window_rows = value.shape[1], key_window.shape[2]
-    key_layout, value_layout = layouts
-    repeats = query_heads // heads
-    query_rows = new_tokens * repeats
-    query_blocks = _blocks(query_rows, DECODE_ROWS)
-    # Bulk programs stride over chunks; of the tail each takes one slice, and no more tokens than these can be outside whole chunks.
-    chunk = max(key_layout.tokens, value_layout.tokens)
-    tail_splits = _blocks(min(capacity, chunk - 1 + window_rows + new_tokens), DECODE_SLICE)
-    bulk_splits = max(1, min(DECODE_PROGRAMS // (rows * heads * query_blocks), capacity // chunk))
-    splits = tail_splits + bulk_splits
-
-    out = query.new_empty((rows, query_heads, new_tokens, dim))
-    slots = (rows * heads, splits, query_rows)
-    partial = query.new_empty((*slots, dim), dtype=torch.float32)
-    maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
-    kind, mask_tensor, mask_strides, columns = mask
-    position_stride = _position_stride(position, rows)
-    with _device(query):
-        decode_kernel[(rows * heads * splits, query_blocks)](
-            query,
-            key,
-            value,
-            key_records,
-            key_records.view(key_layout.metadata_dtype),
-            value_records,
-            value_records.view(value_layout.metadata_dtype),
-            key_window,
-            value_window,
-            sealed,
-            left_padding,
-            position,
-            mask_tensor,
-            partial,
-            maximum,
-            total,
-            *query.stride(),
-            *key.stride(),
-            *value.stride(),
-            position_stride,
-            *mask_strides,
-            columns,
-            heads,
-            new_tokens,
-            capacity,
-            window_rows,
-            key_records.shape[2],
-            value_records.shape[2],
-            scale,
-            AFTER=after,
-            MASK=kind,
-            REPEATS=repeats,
-            DIM=dim,
-            KEY_BITS=key_layout.bits,
-            KEY_TOKENS=key_layout.tokens,
-            VALUE_BITS=value_layout.bits,
-            VALUE_TOKENS=value_layout.tokens,
-            TAIL_SPLITS=tail_splits,
-            BULK_SPLITS=bulk_splits,
-            STAGES=DECODE_STAGES,
-            num_warps=1,
-            enable_fp_fusion=True,
-        )
-        split_block, dim_block, warps = _combine_shape(splits, dim)
-        combine[(rows * heads, query_rows, dim // dim_block)](
-            partial,
-            maximum,
-            total,
-            left_padding,
-            position,
-            out,
-            position_stride,
-            heads,
-            new_tokens,
-            capacity,
-            REPEATS=repeats,
-            DIM=dim,
-            SPLITS=splits,
-            SPLIT_BLOCK=split_block,
-            DIM_BLOCK=dim_block,
-            WAIT=False,
-            num_warps=warps,
-            enable_fp_fusion=True,
-        )
-    return out
+    if not fits:
+        return "general"
+    adjacent = query.stride(3) == key.stride(3) == value.stride(3) == 1
+    return "gluon" if adjacent and _gluon(query.device) is not None else "portable"
 
 
 def attention(
@@ -303,23 +221,46 @@ def attention(
     group_size: int,
     metadata_dtype: torch.dtype,
     seal: str,
+    kernel: str = "auto",
 ) -> Tensor:
-    rows, query_heads, new_tokens, key_dim = query.shape
-    heads, value_dim = value.shape[1], value.shape[3]
+    """``kernel`` names one of the kernels instead of the choice by shapes: for tests and measurements."""
     layouts = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
-    key_layout, value_layout = layouts
     if attn_mask is None:
-        kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, position, 0
+        kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, query, 0
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     else:
         kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         mask_strides = _broadcast_strides(attn_mask)
         columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
-    if _decodes(query, key, key_window, layouts, softcap):
-        state = (key_records, value_records, key_window, value_window, sealed, left_padding)
-        mask_arguments = kind.value, mask, mask_strides, columns
-        return _decode(query, key, value, *state, position, mask_arguments, scale, layouts, capacity, seal == "after_attention")
+    state = (key_records, value_records, key_window, value_window, sealed, left_padding, position)
+    run = {"general": _general_attention, "gluon": _gluon_attention, "portable": _portable_attention}[
+        _chosen(query, key, value, layouts, softcap) if kernel == "auto" else kernel
+    ]
+    with _device(query):
+        return run(query, key, value, state, layouts, kind.value, mask, mask_strides, columns, capacity, scale, softcap, seal)
+
+
+def _general_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: tuple[Tensor, ...],
+    layouts: tuple[RecordLayout, RecordLayout],
+    kind: int,
+    mask: Tensor,
+    mask_strides: tuple[int, ...],
+    columns: int,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+    seal: str,
+) -> Tensor:
+    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
+    key_layout, value_layout = layouts
+    metadata_dtype = key_layout.metadata_dtype
+    rows, query_heads, new_tokens, key_dim = query.shape
+    heads, value_dim = value.shape[1], value.shape[3]
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
     key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
@@ -343,67 +284,254 @@ def attention(
         "QUERY_BLOCK": query_block,
         "TOKEN_BLOCK": token_block,
     }
-    with _device(query):
-        attention_kernel[(rows * heads * splits, query_blocks)](
-            query,
-            key,
-            value,
-            key_records,
-            key_records.view(metadata_dtype),
-            value_records,
-            value_records.view(metadata_dtype),
-            key_window,
-            value_window,
-            sealed,
-            left_padding,
-            position,
-            mask,
-            out,
+    attention_kernel[(rows * heads * splits, query_blocks)](
+        query,
+        key,
+        value,
+        key_records,
+        key_records.view(metadata_dtype),
+        value_records,
+        value_records.view(metadata_dtype),
+        key_window,
+        value_window,
+        sealed,
+        left_padding,
+        position,
+        mask,
+        out,
+        partial,
+        maximum,
+        total,
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        position_stride,
+        *mask_strides,
+        columns,
+        heads,
+        new_tokens,
+        capacity,
+        key_window.shape[2],
+        key_records.shape[2],
+        value_records.shape[2],
+        scale,
+        1.0 if softcap is None else softcap,
+        AFTER=seal == "after_attention",
+        MASK=kind,
+        HAS_SOFTCAP=softcap is not None,
+        GROUP=key_layout.group_size,
+        KEY_DIM_BLOCK=key_block,
+        **_format("KEY_", key_layout),
+        **_format("VALUE_", value_layout),
+        **shape,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+    if splits > 1:
+        combine_kernel[(rows * heads, query_blocks)](
             partial,
             maximum,
             total,
-            *query.stride(),
-            *key.stride(),
-            *value.stride(),
+            left_padding,
+            position,
+            out,
             position_stride,
-            *mask_strides,
-            columns,
             heads,
             new_tokens,
             capacity,
-            key_window.shape[2],
-            key_records.shape[2],
-            value_records.shape[2],
-            scale,
-            1.0 if softcap is None else softcap,
-            AFTER=seal == "after_attention",
-            MASK=kind.value,
-            HAS_SOFTCAP=softcap is not None,
-            GROUP=group_size,
-            KEY_DIM_BLOCK=key_block,
-            **_format("KEY_", key_layout),
-            **_format("VALUE_", value_layout),
+            VALUE_DIM=value_dim,
             **shape,
-            num_stages=1,
             enable_fp_fusion=True,
         )
-        if splits > 1:
-            combine_kernel[(rows * heads, query_blocks)](
-                partial,
-                maximum,
-                total,
-                left_padding,
-                position,
-                out,
-                position_stride,
-                heads,
-                new_tokens,
-                capacity,
-                VALUE_DIM=value_dim,
-                **shape,
-                enable_fp_fusion=True,
-            )
     return out
+
+
+def _gluon_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: tuple[Tensor, ...],
+    layouts: tuple[RecordLayout, RecordLayout],
+    kind: int,
+    mask: Tensor,
+    mask_strides: tuple[int, ...],
+    columns: int,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+    seal: str,
+) -> Tensor:
+    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
+    dtype = query.dtype
+    rows, query_heads, new_tokens, dim = query.shape
+    heads = value.shape[1]
+    repeats = query_heads // heads
+    query_rows = new_tokens * repeats
+    query_blocks = _blocks(query_rows, 8)
+    splits = _splits(query, rows * heads * query_blocks, capacity)
+    dependent = _dependent(query.device)
+    out, partial, maximum, total = _split_results(query, rows * heads, splits, query_rows)
+    position_stride = _position_stride(position, rows)
+    shared_mask = mask_strides[1] == 0 and (mask_strides[2] == 0 or new_tokens == 1)
+    gluon_decode = _gluon(query.device)
+    assert gluon_decode is not None
+    gluon_decode.decode_kernel[(rows * heads, splits, query_blocks)](
+        query,
+        key,
+        value,
+        key_records.view(torch.uint16),
+        key_records.view(dtype),
+        value_records.view(torch.uint16),
+        value_records.view(dtype),
+        key_window,
+        value_window,
+        sealed,
+        left_padding,
+        position,
+        mask,
+        partial,
+        maximum,
+        total,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        position_stride,
+        *mask_strides,
+        columns,
+        heads,
+        new_tokens,
+        capacity,
+        key_window.shape[2],
+        key_records.shape[2],
+        value_records.shape[2],
+        splits,
+        scale,
+        AFTER=seal == "after_attention",
+        MASK=kind,
+        MASK_SHARED=shared_mask,
+        REPEATS=repeats,
+        DIM=dim,
+        KEY_BITS=layouts[0].bits,
+        VALUE_BITS=layouts[1].bits,
+        SIGNAL=dependent,
+        num_warps=1,
+    )
+    _merge(partial, maximum, total, position, out, heads, capacity)
+    return out
+
+
+def _portable_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: tuple[Tensor, ...],
+    layouts: tuple[RecordLayout, RecordLayout],
+    kind: int,
+    mask: Tensor,
+    mask_strides: tuple[int, ...],
+    columns: int,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+    seal: str,
+) -> Tensor:
+    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
+    rows, query_heads, new_tokens, dim = query.shape
+    heads = value.shape[1]
+    repeats = query_heads // heads
+    query_rows = new_tokens * repeats
+    query_blocks = _blocks(query_rows, 8)
+    splits = _splits(query, rows * heads * query_blocks, capacity)
+    out, partial, maximum, total = _split_results(query, rows * heads, splits, query_rows)
+    decode_kernel[(rows * heads * splits, query_blocks)](
+        query,
+        key,
+        value,
+        key_records,
+        key_records.view(query.dtype),
+        value_records,
+        value_records.view(query.dtype),
+        key_window,
+        value_window,
+        sealed,
+        left_padding,
+        position,
+        mask,
+        partial,
+        maximum,
+        total,
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        _position_stride(position, rows),
+        *mask_strides,
+        columns,
+        heads,
+        new_tokens,
+        capacity,
+        key_window.shape[2],
+        key_records.shape[2],
+        value_records.shape[2],
+        splits,
+        scale,
+        AFTER=seal == "after_attention",
+        MASK=kind,
+        REPEATS=repeats,
+        DIM=dim,
+        KEY_BITS=layouts[0].bits,
+        KEY_TOKENS=layouts[0].tokens,
+        VALUE_BITS=layouts[1].bits,
+        VALUE_TOKENS=layouts[1].tokens,
+        SIGNAL=_dependent(query.device),
+        STAGES=DECODE_STAGES,
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    _merge(partial, maximum, total, position, out, heads, capacity)
+    return out
+
+
+def _splits(query: Tensor, others: int, capacity: int) -> int:
+    """How many programs of a decode kernel share the tokens of a row: one wave in all, of which there are ``others`` for other reasons."""
+    wave = DECODE_PROGRAMS * _multiprocessors(query.device)
+    return min(max(1, wave // max(1, others)), _blocks(capacity, 32))
+
+
+def _split_results(query: Tensor, rows: int, splits: int, query_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what the splits leave for it: weighted sums, maxima and totals."""
+    slots = (rows, splits, query_rows)
+    partial = query.new_empty((*slots, query.shape[3]), dtype=torch.float32)
+    maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(query, memory_format=torch.contiguous_format), partial, maximum, total
+
+
+def _merge(partial: Tensor, maximum: Tensor, total: Tensor, position: Tensor, out: Tensor, heads: int, capacity: int) -> None:
+    row_heads, splits, query_rows, dim = partial.shape
+    new_tokens = out.shape[2]
+    dependent = _dependent(out.device)
+    channels, warps = next(shape for most, shape in COMBINE_SHAPES.items() if splits <= most)
+    all_splits = _power(splits)
+    merge_kernel[(row_heads, query_rows, _blocks(dim, channels))](
+        partial,
+        maximum,
+        total,
+        position,
+        out,
+        _position_stride(position, out.shape[0]),
+        heads,
+        new_tokens,
+        capacity,
+        splits,
+        REPEATS=query_rows // new_tokens,
+        DIM=dim,
+        CHANNELS=min(channels, dim),
+        ALL_SPLITS=all_splits,
+        SPLITS=min(all_splits, 256),
+        WAIT=dependent,
+        num_warps=warps,
+        enable_fp_fusion=True,
+        **({"launch_pdl": True} if dependent else {}),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- append
