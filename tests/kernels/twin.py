@@ -42,11 +42,13 @@ def launch_attention(
     is_causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
     read = tuple(state.tensors().values())[:-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     format = state.config.read_kwargs(state.capacity, state.dtype)
-    return launch.attention(query, key, value, *read, position, attn_mask, is_causal, scale, softcap, seal=state.config.seal, **format)
+    options = {"seal": state.config.seal, "kernel": kernel, **format}
+    return launch.attention(query, key, value, *read, position, attn_mask, is_causal, scale, softcap, **options)
 
 
 def tokens_held(state: KiviState, end: int) -> list[int]:
@@ -71,9 +73,10 @@ class Twin:
         capacity: int | None = None,
         left_padding: Sequence[int] = (0,),
         seed: int = 0,
+        kernel: str = "auto",
     ) -> None:
         rows, value_dim, capacity = len(left_padding), value_dim or key_dim, capacity or tokens
-        self.device = device
+        self.device, self.kernel = device, kernel
         self.state = poisoned_state(config, rows, heads, capacity, key_dim, value_dim, dtype, left_padding, device)
         self.reference: ReferenceCache = reference_of(self.state, left_padding)
         self.key = random_tokens(rows, heads, tokens, key_dim, dtype, seed)
@@ -93,6 +96,12 @@ class Twin:
         launch_append(self.state, key.to(self.device), value.to(self.device), torch.tensor(start, device=self.device))
         self.reference.append(key, value, start)
 
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Attention by the kernel under test."""
+        return launch_attention(self.state, query, key, value, position, attn_mask, kernel=self.kernel, **options)
+
     def step(self, start: int, count: int, **attention: Any) -> Tensor:
         """Attention and append in the configured order, the output held against the reference's."""
         query, key, value = self.new(start, count)
@@ -102,7 +111,7 @@ class Twin:
         attention = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in attention.items()}
         if self.state.config.seal == "before_attention":
             launch_append(self.state, key, value, position)
-        output = launch_attention(self.state, query, key, value, position, **attention)
+        output = self.attend(query, key, value, position, **attention)
         if self.state.config.seal == "after_attention":
             launch_append(self.state, key, value, position)
         assert_close(f"attention at {start} + {count}", output, expected, ATTENTION_TOLERANCE[self.state.dtype])
