@@ -8,13 +8,16 @@ functions take CPU tensors. Must not know of models or graphs.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from kivi_ops.kernels.append import seal_kernel, write_kernel
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_NONE, attention_kernel, combine_kernel
+from kivi_ops.kernels.combine import combine_kernel as merge_kernel
 from kivi_ops.kernels.layout import RecordLayout, record_layouts
 from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_kernel
 from kivi_ops.kernels.update import view_kernel
@@ -25,6 +28,12 @@ TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a threa
 ATTENTION_BLOCKS = {128: (32, 32), 256: (16, 16)}
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
+
+DECODE_ROWS = 64  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
+DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
+# By the number of splits up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
+# while the splits are still at work.
+COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 1 << 30: (32, 4)}
 
 
 def _power(n: int) -> int:
@@ -144,6 +153,42 @@ def unpack_dequantize_value(
 # ------------------------------------------------------------------------------------------------------------- attention
 
 
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _gluon(device: torch.device) -> Any | None:
+    """The module of the Gluon kernel, where it can run: tensor cores of sm_80 or later and a Triton that it was tried with."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    if not (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9):
+        return None
+    from kivi_ops.kernels import gluon_decode
+
+    return gluon_decode
+
+
+def _chosen(query: Tensor, key: Tensor, value: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> str:
+    """Which kernel serves a call. The fast ones take decode steps of common shapes, the general one everything."""
+    key_layout, value_layout = layouts
+    query_rows = query.shape[2] * (query.shape[1] // key.shape[1])
+    fits = (
+        key_layout.head_dim == value_layout.head_dim
+        and key_layout.head_dim in (64, 128)
+        and key_layout.group_size == 32
+        and key_layout.bits in (2, 4)
+        and value_layout.bits in (2, 4)
+        and key_layout.metadata_dtype == query.dtype
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and softcap is None
+        and query_rows <= DECODE_ROWS
+    )
+    return "gluon" if fits and _gluon(query.device) is not None else "general"
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -166,10 +211,46 @@ def attention(
     group_size: int,
     metadata_dtype: torch.dtype,
     seal: str,
+    kernel: str = "auto",
 ) -> Tensor:
+    """``kernel`` names one of the kernels instead of the choice by shapes: for tests and measurements."""
+    layouts = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
+    if attn_mask is None:
+        kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, query, 0
+        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    else:
+        kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
+        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
+        mask_strides = _broadcast_strides(attn_mask)
+        columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
+    state = (key_records, value_records, key_window, value_window, sealed, left_padding, position)
+    run = {"general": _general_attention, "gluon": _gluon_attention}[
+        _chosen(query, key, value, layouts, softcap) if kernel == "auto" else kernel
+    ]
+    with _device(query):
+        return run(query, key, value, state, layouts, kind.value, mask, mask_strides, columns, capacity, scale, softcap, seal)
+
+
+def _general_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: tuple[Tensor, ...],
+    layouts: tuple[RecordLayout, RecordLayout],
+    kind: int,
+    mask: Tensor,
+    mask_strides: tuple[int, ...],
+    columns: int,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+    seal: str,
+) -> Tensor:
+    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
+    key_layout, value_layout = layouts
+    metadata_dtype = key_layout.metadata_dtype
     rows, query_heads, new_tokens, key_dim = query.shape
     heads, value_dim = value.shape[1], value.shape[3]
-    key_layout, value_layout = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
     key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
@@ -185,14 +266,6 @@ def attention(
     if splits > 1:
         partial = query.new_empty((*slots, value_dim), dtype=torch.float32)
         maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
-    if attn_mask is None:
-        kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, out, 0
-        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-    else:
-        kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
-        mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
-        mask_strides = _broadcast_strides(attn_mask)
-        columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
     position_stride = _position_stride(position, rows)
     shape = {
         "REPEATS": repeats,
@@ -201,66 +274,166 @@ def attention(
         "QUERY_BLOCK": query_block,
         "TOKEN_BLOCK": token_block,
     }
-    with _device(query):
-        attention_kernel[(rows * heads * splits, query_blocks)](
-            query,
-            key,
-            value,
-            key_records,
-            key_records.view(metadata_dtype),
-            value_records,
-            value_records.view(metadata_dtype),
-            key_window,
-            value_window,
-            sealed,
-            left_padding,
-            position,
-            mask,
-            out,
+    attention_kernel[(rows * heads * splits, query_blocks)](
+        query,
+        key,
+        value,
+        key_records,
+        key_records.view(metadata_dtype),
+        value_records,
+        value_records.view(metadata_dtype),
+        key_window,
+        value_window,
+        sealed,
+        left_padding,
+        position,
+        mask,
+        out,
+        partial,
+        maximum,
+        total,
+        *query.stride(),
+        *key.stride(),
+        *value.stride(),
+        position_stride,
+        *mask_strides,
+        columns,
+        heads,
+        new_tokens,
+        capacity,
+        key_window.shape[2],
+        key_records.shape[2],
+        value_records.shape[2],
+        scale,
+        1.0 if softcap is None else softcap,
+        AFTER=seal == "after_attention",
+        MASK=kind,
+        HAS_SOFTCAP=softcap is not None,
+        GROUP=key_layout.group_size,
+        KEY_DIM_BLOCK=key_block,
+        **_format("KEY_", key_layout),
+        **_format("VALUE_", value_layout),
+        **shape,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+    if splits > 1:
+        combine_kernel[(rows * heads, query_blocks)](
             partial,
             maximum,
             total,
-            *query.stride(),
-            *key.stride(),
-            *value.stride(),
+            left_padding,
+            position,
+            out,
             position_stride,
-            *mask_strides,
-            columns,
             heads,
             new_tokens,
             capacity,
-            key_window.shape[2],
-            key_records.shape[2],
-            value_records.shape[2],
-            scale,
-            1.0 if softcap is None else softcap,
-            AFTER=seal == "after_attention",
-            MASK=kind.value,
-            HAS_SOFTCAP=softcap is not None,
-            GROUP=group_size,
-            KEY_DIM_BLOCK=key_block,
-            **_format("KEY_", key_layout),
-            **_format("VALUE_", value_layout),
+            VALUE_DIM=value_dim,
             **shape,
-            num_stages=1,
             enable_fp_fusion=True,
         )
-        if splits > 1:
-            combine_kernel[(rows * heads, query_blocks)](
-                partial,
-                maximum,
-                total,
-                left_padding,
-                position,
-                out,
-                position_stride,
-                heads,
-                new_tokens,
-                capacity,
-                VALUE_DIM=value_dim,
-                **shape,
-                enable_fp_fusion=True,
-            )
+    return out
+
+
+def _gluon_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: tuple[Tensor, ...],
+    layouts: tuple[RecordLayout, RecordLayout],
+    kind: int,
+    mask: Tensor,
+    mask_strides: tuple[int, ...],
+    columns: int,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+    seal: str,
+) -> Tensor:
+    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
+    dtype = query.dtype
+    rows, query_heads, new_tokens, dim = query.shape
+    heads = value.shape[1]
+    repeats = query_heads // heads
+    query_rows = new_tokens * repeats
+    query_blocks = _blocks(query_rows, 8)
+    multiprocessors = _multiprocessors(query.device)
+    splits = max(1, DECODE_PROGRAMS * multiprocessors // (rows * heads * query_blocks))
+    splits = min(splits, _blocks(capacity, 32))
+    dependent = torch.cuda.get_device_capability(query.device) >= (9, 0)
+
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    slots = (rows * heads, splits, query_rows)
+    partial = query.new_empty((*slots, dim), dtype=torch.float32)
+    maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
+    position_stride = _position_stride(position, rows)
+    shared_mask = mask_strides[1] == 0 and (mask_strides[2] == 0 or new_tokens == 1)
+    gluon_decode = _gluon(query.device)
+    assert gluon_decode is not None
+    gluon_decode.decode_kernel[(rows * heads, splits, query_blocks)](
+        query,
+        key,
+        value,
+        key_records.view(torch.uint16),
+        key_records.view(dtype),
+        value_records.view(torch.uint16),
+        value_records.view(dtype),
+        key_window,
+        value_window,
+        sealed,
+        left_padding,
+        position,
+        mask,
+        partial,
+        maximum,
+        total,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        position_stride,
+        *mask_strides,
+        columns,
+        heads,
+        new_tokens,
+        capacity,
+        key_window.shape[2],
+        key_records.shape[2],
+        value_records.shape[2],
+        splits,
+        scale,
+        AFTER=seal == "after_attention",
+        MASK=kind,
+        MASK_SHARED=shared_mask,
+        REPEATS=repeats,
+        DIM=dim,
+        KEY_BITS=layouts[0].bits,
+        VALUE_BITS=layouts[1].bits,
+        SIGNAL=dependent,
+        num_warps=1,
+    )
+    channels, warps = next(shape for most, shape in COMBINE_SHAPES.items() if splits <= most)
+    all_splits = _power(splits)
+    merge_kernel[(rows * heads, query_rows, _blocks(dim, channels))](
+        partial,
+        maximum,
+        total,
+        position,
+        out,
+        position_stride,
+        heads,
+        new_tokens,
+        capacity,
+        splits,
+        REPEATS=repeats,
+        DIM=dim,
+        CHANNELS=min(channels, dim),
+        ALL_SPLITS=all_splits,
+        SPLITS=min(all_splits, 256),
+        WAIT=dependent,
+        num_warps=warps,
+        **({"launch_pdl": True} if dependent else {}),
+    )
     return out
 
 
