@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kivi_ops.kernels.common import quantize_tile, restore, row_span, widen
+from kivi_ops.kernels.common import own_tokens, quantize_tile, restore, row_span, widen
 
 
 @triton.jit
@@ -522,18 +522,25 @@ def step_value(
     meta_ptr,
     base_record,
     window_ptr,
-    token,
-    end,
-    begin,
+    boundary_ptr,
+    boundary_shift,
+    programs,
+    index,
+    start,
+    padding,
+    count,
+    capacity,
+    RESIDUAL: tl.constexpr,
+    MARGIN: tl.constexpr,
+    WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
 ):
-    """Write the new Value ``token`` at ``fresh_ptr`` into its window row, and first seal the one that it takes that row from, if due.
+    """Write new Value ``index``, at ``fresh_ptr``, into its window row, and first seal the one that it takes that row from, if due.
 
     Sealing is a read-modify-write of one token's fields and grids. ``base_record`` is the row and head's first record.
     """
@@ -550,6 +557,10 @@ def step_value(
     channel = part[:, None, None] * ROWS + row[None, :, :]
     inside = tl.broadcast_to((row < ROWS)[None, :, :], channel.shape)
     new = tl.load(fresh_ptr + channel.to(tl.int64) * channel_stride, mask=inside)
+    found, last = take_boundary(boundary_ptr, programs, boundary_shift)
+    first, end = own_tokens(start, padding, count, capacity)
+    begin, stop = next_value_boundary(found, first, end, RESIDUAL, MARGIN)
+    token = first + index
     if (token >= 0) & (token < end):
         window_at = window_ptr + token % WINDOW * DIM + channel
         old_token = token - WINDOW
@@ -570,6 +581,8 @@ def step_value(
             tl.store(pair_at, scale, mask=whole)
             tl.store(pair_at + PARTS * GROUPS * TOKENS, minimum, mask=whole)
         tl.store(window_at, new, mask=inside)
+    if last:
+        tl.store(boundary_ptr, stop)
 
 
 @triton.jit
@@ -581,30 +594,37 @@ def step_key(
     meta_ptr,
     base_record,
     window_ptr,
-    new_tokens,
+    boundary_ptr,
+    boundary_shift,
+    programs,
     column_block,
-    first,
-    end,
-    begin,
-    stop,
+    start,
+    padding,
+    count,
+    new_tokens,
+    capacity,
+    RESIDUAL: tl.constexpr,
+    MARGIN: tl.constexpr,
+    WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMN_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
 ):
-    """Seal Keys ``begin`` .. ``stop`` and write the new ones into the window, in the channels of one block of the words' columns."""
+    """Seal the Keys that are due and write the new ones into the window, in the channels of one block of the words' columns."""
     COLUMNS: tl.constexpr = DIM // PARTS
-    token = first + tl.arange(0, TOKEN_BLOCK)
+    index = tl.arange(0, TOKEN_BLOCK)
     column = column_block * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
-    part = tl.arange(0, PARTS)
-    offset = tl.arange(0, TOKEN_BLOCK).to(tl.int64) * token_stride
-    channel = (part[:, None] * COLUMNS + column[None, :])[None, :, :]
-    inside = tl.broadcast_to((column < COLUMNS)[None, None, :], channel.shape) & (tl.arange(0, TOKEN_BLOCK) < new_tokens)[:, None, None]
-    new = tl.load(fresh_ptr + offset[:, None, None] + channel.to(tl.int64) * channel_stride, mask=inside)
+    channel = (tl.arange(0, PARTS)[:, None] * COLUMNS + column[None, :])[None, :, :]
+    inside = (index < new_tokens)[:, None, None] & tl.broadcast_to((column < COLUMNS)[None, None, :], channel.shape)
+    offset = index.to(tl.int64)[:, None, None] * token_stride + channel.to(tl.int64) * channel_stride
+    new = tl.load(fresh_ptr + offset, mask=inside)
+    found, last = take_boundary(boundary_ptr, programs, boundary_shift)
+    first, end = own_tokens(start, padding, count, capacity)
+    begin, stop = next_key_boundary(found, first, end, RESIDUAL, MARGIN)
     if begin < stop:
         for record in range(begin // TOKENS, (stop + TOKENS - 1) // TOKENS):
             change_block(
@@ -631,9 +651,12 @@ def step_key(
                 COLUMN_BLOCK,
             )
         tl.debug_barrier()  # every thread has read the rows that are written below
+    token = first + index
     live = (token >= 0) & (token < end)
     window_row = tl.where(live, token, 0) % WINDOW * DIM
     tl.store(window_ptr + window_row[:, None, None] + channel, new, mask=inside & live[:, None, None])
+    if last:
+        tl.store(boundary_ptr, stop)
 
 
 @triton.jit
@@ -690,19 +713,16 @@ def step_kernel(
     Grid: rows, KV heads, then S programs for Values and the rest for Keys. A Value program has one new token, and the old one whose
     window row that takes: at most S Values can be due, and these are they. Being consecutive, they lie in different words. A Key
     program has some columns of the words, in every record, and their channels, in every window row.
+
+    What a program needs first is asked for before anything is waited for: one trip to memory, and a second one if something is due.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row_head = row * heads + head
     program = tl.program_id(2)
-    key_programs = tl.num_programs(2) - new_tokens
+    start = tl.load(position_ptr + row * position_stride).to(tl.int64)
+    padding = tl.load(left_padding_ptr + row)
     count = valid_tokens(count_ptr, new_tokens, HAS_COUNT)
-    start, padding, first, end = row_span(position_ptr, position_stride, left_padding_ptr, row, count, capacity)
     if program < new_tokens:
-        boundary_ptr = sealed_ptr + 2 * row + 1
-        found, last = take_boundary(boundary_ptr, heads * new_tokens, boundary_shift)
-        begin, stop = next_value_boundary(found, first, end, RESIDUAL, MARGIN)
-        if last:
-            tl.store(boundary_ptr, stop)
         step_value(
             value_ptr + row * value_row_stride + head * value_head_stride + program.to(tl.int64) * value_token_stride,
             value_channel_stride,
@@ -710,23 +730,25 @@ def step_kernel(
             value_meta_ptr,
             row_head * value_records,
             value_window_ptr + row_head * WINDOW * VALUE_DIM,
-            first + program,
-            end,
-            begin,
+            sealed_ptr + 2 * row + 1,
+            boundary_shift,
+            heads * new_tokens,
+            program,
+            start,
+            padding,
+            count,
+            capacity,
+            RESIDUAL,
+            MARGIN,
+            WINDOW,
             VALUE_DIM,
             VALUE_BITS,
             GROUP,
             VALUE_TOKENS,
             VALUE_PARTS,
             VALUE_GROUP_BLOCK,
-            WINDOW,
         )
     else:
-        boundary_ptr = sealed_ptr + 2 * row
-        found, last = take_boundary(boundary_ptr, heads * key_programs, boundary_shift)
-        begin, stop = next_key_boundary(found, first, end, RESIDUAL, MARGIN)
-        if last:
-            tl.store(boundary_ptr, stop)
         step_key(
             key_ptr + row * key_row_stride + head * key_head_stride,
             key_token_stride,
@@ -735,19 +757,24 @@ def step_kernel(
             key_meta_ptr,
             row_head * key_records,
             key_window_ptr + row_head * WINDOW * KEY_DIM,
-            new_tokens,
+            sealed_ptr + 2 * row,
+            boundary_shift,
+            heads * (tl.num_programs(2) - new_tokens),
             program - new_tokens,
-            first,
-            end,
-            begin,
-            stop,
+            start,
+            padding,
+            count,
+            new_tokens,
+            capacity,
+            RESIDUAL,
+            MARGIN,
+            WINDOW,
             KEY_DIM,
             KEY_BITS,
             GROUP,
             KEY_TOKENS,
             KEY_PARTS,
             KEY_COLUMN_BLOCK,
-            WINDOW,
             TOKEN_BLOCK,
         )
         if (row_head == 0) & (program == new_tokens):

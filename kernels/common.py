@@ -162,9 +162,16 @@ def row_span(position_ptr, position_stride, left_padding_ptr, row, new_tokens, c
     """
     start = tl.load(position_ptr + row * position_stride).to(tl.int64)
     padding = tl.load(left_padding_ptr + row)
+    first, end = own_tokens(start, padding, new_tokens, capacity)
+    return start, padding, first, end
+
+
+@triton.jit
+def own_tokens(start, padding, new_tokens, capacity):
+    """First and end of :func:`row_span`."""
     first = (tl.minimum(start, capacity) - padding).to(tl.int32)
     end = (tl.minimum(start + new_tokens, capacity) - padding).to(tl.int32)
-    return start, padding, first, end
+    return first, end
 
 
 @triton.jit
