@@ -221,6 +221,13 @@ def operand(tile):
 
 
 @gluon.jit
+def pieces(tile):
+    """A B operand [32, 8] as two [16, 8]."""
+    first, second = gl.split(tile.reshape([2, 16, 8]).permute([1, 2, 0]))
+    return gl.convert_layout(first, B, assert_trivial=True), gl.convert_layout(second, B, assert_trivial=True)
+
+
+@gluon.jit
 def weights(p, T: gl.constexpr):
     """float32 accumulator [32, 8] as high and low parts of a B operand."""
     TEXT: gl.constexpr = weights_assembly(kind_of(T))
@@ -506,7 +513,6 @@ def decode_kernel(
     value_scales = gl.allocate_shared_memory(T, [VALUE_FIELDS * VALUE_RUN, 64], PLAIN)
     value_minima = gl.allocate_shared_memory(T, [16 * VALUE_RUN, 64], SWIZZLED)
 
-
     # The first records do not depend on the length: request them before it arrives.
     words_at = key_words_ptr + row_head.to(gl.int64) * key_records * KEY_RECORD
     key_at = key_meta_ptr + row_head.to(gl.int64) * key_records * KEY_RECORD
@@ -561,7 +567,7 @@ def decode_kernel(
     mask_at = query_head.to(gl.int64) * mask_head_stride + (query_row // REPEATS).to(gl.int64) * mask_token_stride
     token_32 = gl.arange(0, 32, DOWN)
     row_a = gl.arange(0, 16, gl.SliceLayout(1, A))[:, None]
-    column_a = gl.arange(0, 32, gl.SliceLayout(0, A))[None, :]
+    column_a = gl.arange(0, 16, gl.SliceLayout(0, A))[None, :]
     zero_16 = gl.full([16, 8], 0.0, gl.float32, MMA)
     zero_32 = gl.full([32, 8], 0.0, gl.float32, MMA)
     maximum = gl.full([8], float("-inf"), gl.float32, ACROSS)
@@ -592,18 +598,28 @@ def decode_kernel(
             next_logits = ()
             for record in gl.static_range(KEY_RUN):
                 codes = unpack(key_words.slice(32 * record, 32, 0).slice(16 * step, 16, 1).load(A), KEY_BITS, 0, KEY_FIELDS, T)
+                # Products that add up in one accumulator wait for each other, so the parts take turns.
+                tiles = ()
                 for part in gl.static_range(KEY_PARTS):
-                    logit = logits[record * KEY_PARTS + part]
-                    for half in gl.static_range(HALVES):
+                    tiles = tiles + (logits[record * KEY_PARTS + part],)
+                for half in gl.static_range(HALVES):
+                    next_tiles = ()
+                    lows = ()
+                    for part in gl.static_range(KEY_PARTS):
                         grid = scale_row(scales, record * KEY_FIELDS + part * HALVES + half)
                         if PAIRED:
-                            both = paired_product(signed_queries[4 * half + step], queries[4 * half + step], grid, T)
-                            logit = mma_v2(codes[half * KEY_PARTS + part], both, logit)
+                            high = paired_product(signed_queries[4 * half + step], queries[4 * half + step], grid, T)
                         else:
                             high, low = product(queries[4 * half + step], grid, T)
-                            logit = mma_v2(codes[half * KEY_PARTS + part], high, logit)
-                            logit = mma_v2(codes[half * KEY_PARTS + part], low, logit)
-                    next_logits = next_logits + (logit,)
+                            lows = lows + (low,)
+                        next_tiles = next_tiles + (mma_v2(codes[half * KEY_PARTS + part], high, tiles[part]),)
+                    tiles = next_tiles
+                    if not PAIRED:
+                        next_tiles = ()
+                        for part in gl.static_range(KEY_PARTS):
+                            next_tiles = next_tiles + (mma_v2(codes[half * KEY_PARTS + part], lows[part], tiles[part]),)
+                        tiles = next_tiles
+                next_logits = next_logits + tiles
             logits = next_logits
         following = chunk + splits
         base = following * KEY_RUN * KEY_RECORD
@@ -648,38 +664,56 @@ def decode_kernel(
             fresh_sums = fresh_sums + (zero_16,)
         for record in gl.static_range(VALUE_RUN):
             for half in gl.static_range(2):
-                words = value_words.slice(32 * record, 32, 0).slice(32 * half, 32, 1).load(A)
-                scales = value_scales.slice(32 * half, 32, 1)
-                minima = value_minima.slice(16 * record, 16, 0).slice(32 * half, 32, 1).load(A)
-                minima = gl.where((row_a < 8) & (column_a >= 0), 1.0, minima.to(gl.float32)).to(T)
-                next_sums = ()
+                operands = ()
                 for part in gl.static_range(VALUE_PARTS):
                     high, low = weights(gl.exp2(seen[2 * VALUE_PARTS * record + 2 * part + half] - shift[None, :]), T)
-                    codes = unpack(words, VALUE_BITS, part * GROUPS, GROUPS, T)
                     if PAIRED and VALUE_LOW:
                         signed, high, low, both = paired_weights(high, low, low_half, T)
-                        sums = mma_v2(minima, both, fresh_sums[part])
+                        operands = operands + (pieces(high), pieces(low), pieces(signed), pieces(both))
                     else:
-                        sums = mma_v2(minima, high, fresh_sums[part])
-                        if VALUE_LOW:
-                            sums = mma_v2(minima, low, sums)
-                    next_sums = next_sums + (sums,)
-                    next_output = ()
-                    for i in gl.static_range(OUTPUTS):
-                        target = fresh[i]
-                        if (part * GROUPS) % OUTPUTS <= i and i < (part * GROUPS) % OUTPUTS + GROUPS:
-                            grid = scale_row(scales, record * VALUE_FIELDS + i % GROUPS * VALUE_PARTS + part)
-                            if PAIRED and VALUE_LOW:
-                                target = mma_v2(codes[i % GROUPS], paired_weighted(signed, high, low, grid, T), target)
-                            elif VALUE_LOW:
-                                high_product, low_product = weighted(high, low, grid, T)
-                                target = mma_v2(codes[i % GROUPS], high_product, target)
-                                target = mma_v2(codes[i % GROUPS], low_product, target)
-                            else:
-                                target = mma_v2(codes[i % GROUPS], high * grid, target)
-                        next_output = next_output + (target,)
-                    fresh = next_output
-                fresh_sums = next_sums
+                        operands = operands + (pieces(high), pieces(low), (), ())
+                for quarter in gl.static_range(2):
+                    codes = unpack(
+                        value_words.slice(32 * record, 32, 0).slice(32 * half + 16 * quarter, 16, 1).load(A), VALUE_BITS, 0, VALUE_FIELDS, T
+                    )
+                    scales = value_scales.slice(32 * half + 16 * quarter, 16, 1)
+                    minima = value_minima.slice(16 * record, 16, 0).slice(32 * half + 16 * quarter, 16, 1).load(A)
+                    minima = gl.where((row_a < 8) & (column_a >= 0), 1.0, minima.to(gl.float32)).to(T)
+                    next_sums = ()
+                    for part in gl.static_range(VALUE_PARTS):
+                        high = operands[4 * part][quarter]
+                        low = operands[4 * part + 1][quarter]
+                        if PAIRED and VALUE_LOW:
+                            next_sums = next_sums + (mma_v2(minima, operands[4 * part + 3][quarter], fresh_sums[part]),)
+                        elif VALUE_LOW:
+                            next_sums = next_sums + (mma_v2(minima, low, mma_v2(minima, high, fresh_sums[part])),)
+                        else:
+                            next_sums = next_sums + (mma_v2(minima, high, fresh_sums[part]),)
+                        next_fresh = ()
+                        lows = ()
+                        for i in gl.static_range(OUTPUTS):
+                            target = fresh[i]
+                            if (part * GROUPS) % OUTPUTS <= i and i < (part * GROUPS) % OUTPUTS + GROUPS:
+                                grid = scale_row(scales, record * VALUE_FIELDS + i % GROUPS * VALUE_PARTS + part)
+                                if PAIRED and VALUE_LOW:
+                                    high_product = paired_weighted(operands[4 * part + 2][quarter], high, low, grid, T)
+                                elif VALUE_LOW:
+                                    high_product, low_product = weighted(high, low, grid, T)
+                                    lows = lows + (low_product,)
+                                else:
+                                    high_product = high * grid
+                                target = mma_v2(codes[part * GROUPS + i % GROUPS], high_product, target)
+                            next_fresh = next_fresh + (target,)
+                        fresh = next_fresh
+                        if VALUE_LOW and not PAIRED:
+                            next_fresh = ()
+                            for i in gl.static_range(OUTPUTS):
+                                target = fresh[i]
+                                if (part * GROUPS) % OUTPUTS <= i and i < (part * GROUPS) % OUTPUTS + GROUPS:
+                                    target = mma_v2(codes[part * GROUPS + i % GROUPS], lows[i - (part * GROUPS) % OUTPUTS], target)
+                                next_fresh = next_fresh + (target,)
+                            fresh = next_fresh
+                    fresh_sums = next_sums
         added = ()
         for i in gl.static_range(OUTPUTS):
             added = added + (output[i] * decay[None, :] + fresh[i],)

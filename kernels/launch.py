@@ -33,7 +33,7 @@ STEP_TOKENS = 16  # new tokens of a step at most
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 
-DECODE_ROWS = 64  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
+DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
 # By the number of splits up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
 # while the splits are still at work.
@@ -357,10 +357,13 @@ def _gluon_attention(
 ) -> Tensor:
     key_records, value_records, key_window, value_window, sealed, left_padding, position = state
     dtype = query.dtype
+    # Rows are copied 16 bytes at a time.
+    key, value = (x if all(stride % 16 == 0 for stride in x.stride()[:3]) else x.contiguous() for x in (key, value))
     rows, query_heads, new_tokens, dim = query.shape
     heads = value.shape[1]
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
+    paired = query_rows <= 4
     query_blocks = _blocks(query_rows, 8)
     multiprocessors = _multiprocessors(query.device)
     splits = max(1, DECODE_PROGRAMS * multiprocessors // (rows * heads * query_blocks))
@@ -413,6 +416,8 @@ def _gluon_attention(
         DIM=dim,
         KEY_BITS=layouts[0].bits,
         VALUE_BITS=layouts[1].bits,
+        VALUE_LOW=dtype == torch.bfloat16,  # one part of 8 bits would be too coarse
+        PAIRED=paired,
         SIGNAL=dependent,
         num_warps=1,
     )
