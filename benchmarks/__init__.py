@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     free_memory()
     print("\n".join(report.closing()), flush=True)
     if options.json:
-        options.json.write_text(report.as_json())
+        report.save()
         print(f"written to {os.fspath(options.json)}")
     if options.plot:
         from kivi_ops.benchmarks import plot

@@ -20,7 +20,7 @@ import torch
 
 from kivi_ops import KiviConfig
 from kivi_ops.benchmarks import BENCHMARKS
-from kivi_ops.benchmarks.common import CLEAN, DIRTY, Column, Machine, Report, size_of
+from kivi_ops.benchmarks.common import CLEAN, Column, Machine, Report, size_of
 from kivi_ops.benchmarks.states import needed_bytes, random_state
 from kivi_ops.reference import next_boundaries
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
         "kv_heads_a_row": 2 if machine.tiny else 8,
         "layers": 2 if machine.tiny else LAYERS,
     }
-    report = Report("append", BENCHMARKS["append"], machine, COLUMNS, setup)
+    report = Report("append", BENCHMARKS["append"], machine, COLUMNS, setup, options.json)
     prompt = 300 if machine.tiny else options.prompt
     for bits in options.bits:
         config = KiviConfig(bits, bits)
@@ -86,7 +86,10 @@ def _step(config: KiviConfig, tokens: int, options: argparse.Namespace, setup: d
         for state in states:
             state.append(key, value, position)
 
-    def set_back() -> None:
+    def set_one_back() -> None:
+        states[0].sealed.copy_(before)
+
+    def set_every_back() -> None:
         for state in states:
             state.sealed.copy_(before)
 
@@ -94,10 +97,11 @@ def _step(config: KiviConfig, tokens: int, options: argparse.Namespace, setup: d
     expected = next_boundaries((0, 0), 0, tokens + 1, config.residual_length, config.rollback_margin)[1]
     if states[0].sealed.tolist() != [list(expected)] * rows:
         raise ArithmeticError(f"append left the boundaries {states[0].sealed.tolist()}, expected {list(expected)} in each row")
+    dirty, clean = machine.dirty_and_clean(one, set_one_back)
     return {
-        "dirty_us": machine.microseconds(one, DIRTY, set_back),
-        "clean_us": machine.microseconds(one, CLEAN, set_back),
-        "layer_us": machine.microseconds(every, CLEAN, set_back) / len(states),
+        "dirty_us": dirty,
+        "clean_us": clean,
+        "layer_us": machine.microseconds(every, CLEAN, set_every_back) / len(states),
     }
 
 
@@ -112,9 +116,9 @@ def _prompt(config: KiviConfig, tokens: int, options: argparse.Namespace, setup:
         state.append(key, value, position)
 
     size = key.nbytes + value.nbytes + needed_bytes(config, heads, [tokens], dim, dtype)
-    clean = machine.microseconds(quantise, CLEAN, state.reset)
+    dirty, clean = machine.dirty_and_clean(quantise, state.reset)
     return {
-        "dirty_us": machine.microseconds(quantise, DIRTY, state.reset),
+        "dirty_us": dirty,
         "clean_us": clean,
         "bytes": size,
         "copy_share": size / (clean * 1e-6) / setup["copy_bandwidth"],

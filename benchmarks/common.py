@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Machine:
         """Median time of ``function``.
 
         Args:
-            flush: ``DIRTY`` or ``CLEAN``. prepare: called before each timed run, not timed.
+            flush: ``DIRTY`` or ``CLEAN``. prepare: called before the flush of each timed run.
             graph: replay ``function`` from a CUDA graph; without, the host's launches are timed with it.
         """
         if not self.is_gpu:
@@ -102,9 +103,9 @@ class Machine:
         def times(count: int) -> list[float]:
             events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
             for begin, end in events:
-                before()
                 if prepare is not None:
                     prepare()
+                before()  # long enough for the host to launch what follows, so that no launch is timed
                 begin.record()
                 run()
                 end.record()
@@ -114,6 +115,11 @@ class Machine:
         estimate = times(5)[2]
         measured = times(int(min(200, max(10, TIMED_SECONDS * 1e6 / estimate))))
         return measured[len(measured) // 2]
+
+    def dirty_and_clean(self, function: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> tuple[float, float]:
+        """:meth:`microseconds` with either flush, of one captured graph."""
+        run = self.captured(function, prepare) if self.is_gpu else function
+        return self.microseconds(run, DIRTY, prepare, graph=False), self.microseconds(run, CLEAN, prepare, graph=False)
 
     def _cpu_microseconds(self, function: Callable[[], Any], prepare: Callable[[], Any] | None) -> float:
         measured = []
@@ -195,9 +201,9 @@ class Machine:
         return torch.cuda.max_memory_allocated() if self.is_gpu else 0
 
     def usable_bytes(self) -> int:
-        """Bytes that tensors may take in all: what is free, and what they hold already; 8 MiB on a CPU, for ``tiny``."""
-        if not self.is_gpu:
-            return 8 * 2**20
+        """Bytes that tensors may take in all: what is free, and what they hold already; 3 MiB with ``tiny``."""
+        if self.tiny:
+            return 3 * 2**20
         free_memory()
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_allocated()
 
@@ -229,7 +235,7 @@ class Column:
 
 @dataclass
 class Report:
-    """Rows of one benchmark, printed as they are measured.
+    """Rows of one benchmark, printed as they are measured, and kept in the file ``path`` in case the run is cut short.
 
     A row is a flat dictionary of numbers and strings; one that could not be measured has ``"failed"`` with the reason.
     """
@@ -239,6 +245,7 @@ class Report:
     machine: Machine
     columns: Sequence[Column]
     setup: dict[str, Any]
+    path: Path | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     exit_code: int = 0
@@ -268,6 +275,11 @@ class Report:
             self._began = True
         self.rows.append(row)
         print(self.line(row), flush=True)
+        self.save()
+
+    def save(self) -> None:
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def line(self, row: dict[str, Any]) -> str:
         if "failed" not in row:
@@ -296,9 +308,6 @@ class Report:
             "rows": self.rows,
             "notes": self.notes,
         }
-
-    def as_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1) + "\n"
 
 
 def size_of(text: str) -> int:

@@ -19,14 +19,14 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from kivi_ops import KiviConfig
 from kivi_ops.benchmarks import BENCHMARKS
-from kivi_ops.benchmarks.common import CLEAN, DIRTY, Column, Machine, Report, size_of
+from kivi_ops.benchmarks.common import Column, Machine, Report, size_of
 from kivi_ops.benchmarks.kernels import check, float_microseconds, kivi_kernels
 from kivi_ops.benchmarks.states import exact_attention, needed_bytes, random_state
 
@@ -70,9 +70,9 @@ class Case:
         """Tokens of each batch row."""
         rows = max(1, self.kv_heads // ROW_HEADS)
         if self.kind == "equal":
-            return [self.tokens + EXTRA] * rows
+            return [(self.tokens + EXTRA) | 1] * rows
         shortest = min(SHORTEST, self.tokens)
-        return [shortest + (self.tokens - shortest) * row // max(1, rows - 1) + EXTRA for row in range(rows)]
+        return [(shortest + (self.tokens - shortest) * row // max(1, rows - 1) + EXTRA) | 1 for row in range(rows)]
 
 
 SIZES = [(64, 128 * K), (64, 32 * K), (256, 8 * K), (8, 128 * K), (8, 32 * K), (64, 8 * K)]
@@ -134,15 +134,14 @@ def _cases(options: argparse.Namespace, tiny: bool) -> list[Case]:
 def run(options: argparse.Namespace, machine: Machine) -> Report:
     bandwidth = machine.copy_bandwidth()
     setup = {"copy_bandwidth": bandwidth, "empty_graph_us": machine.empty_graph_microseconds(), "group_size": 32, "residual_length": 128}
-    report = Report("decode_attention", BENCHMARKS["decode_attention"], machine, COLUMNS, setup)
+    report = Report("decode_attention", BENCHMARKS["decode_attention"], machine, COLUMNS, setup, options.json)
 
-    @lru_cache(maxsize=None)  # KIVI's bits do not matter to it
+    @cache  # KIVI's bits do not matter to it
     def float_times(rows: int, tokens: int, repeats: int, dim: int, dtype: str) -> dict[str, Any]:
         options = {"dtype": getattr(torch, dtype), "device": machine.device}
         query = torch.randn(rows, ROW_HEADS, repeats, dim, **options)
         key, value = (torch.randn(rows, ROW_HEADS, tokens, dim, **options) for _ in range(2))
-        dirty, name = float_microseconds(machine, query, key, value)
-        clean, _ = float_microseconds(machine, query, key, value, flush=CLEAN)
+        dirty, clean, name = float_microseconds(machine, query, key, value)
         return {"float_us": dirty, "float_clean_us": clean, "float_kernel": name, "float_bytes": key.nbytes + value.nbytes}
 
     for case in _cases(options, machine.tiny):
@@ -181,7 +180,7 @@ def _measure(case: Case, lengths: list[int], machine: Machine, bandwidth: float,
         prefix = "kivi" if name == "auto" else name
         output = kernel()[rows - 1, -case.repeats :]
         row["error"] = max(row["error"], check(f"{name} attention", output, expected))
-        dirty, clean = machine.microseconds(kernel, DIRTY), machine.microseconds(kernel, CLEAN)
+        dirty, clean = machine.dirty_and_clean(kernel)
         row |= {f"{prefix}_us": dirty, f"{prefix}_clean_us": clean}
         row[f"{prefix}_ratio"] = float_us / dirty
         row[f"{prefix}_copy_share"] = size / (clean * 1e-6) / bandwidth

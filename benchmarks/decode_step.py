@@ -65,7 +65,8 @@ def point(text: str) -> tuple[int, int]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--points", type=point, nargs="*", default=[point("1x32K"), point("16x32K"), point("1x128K")], metavar="BxT")
-    add("--caches", nargs="+", default=["static", "kivi-2", "kivi-4", "quantized-2"], choices=CACHES, metavar="CACHE", help=", ".join(CACHES))
+    caches = ["static", "kivi-2", "kivi-4", "quantized-2"]
+    add("--caches", nargs="+", default=caches, choices=CACHES, metavar="CACHE", help=", ".join(CACHES))
     add("--largest", type=size_of, nargs="*", default=[], metavar="T", help="lengths at which the largest batch is sought, such as 8K 32K")
     add("--steps", type=int, default=32, metavar="N", help="timed decode steps (default: %(default)s)")
     add("--layers", type=int, metavar="N", help="fewer layers, for a quick look")
@@ -82,8 +83,9 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
         shape = Shape(**{**vars(shape), "layers": options.layers})
     began = time.monotonic()
     model = llama(shape, machine, max([tokens for _, tokens in points] + largest + [1]) + ROOM)
-    setup = {**vars(shape), "steps": steps, "dtype": "bfloat16", "weight_bytes": weight_bytes(model), "usable_bytes": machine.usable_bytes()}
-    report = Report("decode_step", BENCHMARKS["decode_step"], machine, COLUMNS, setup)
+    memory = {"weight_bytes": weight_bytes(model), "usable_bytes": machine.usable_bytes()}
+    setup = {**vars(shape), "steps": steps, "dtype": "bfloat16", **memory}
+    report = Report("decode_step", BENCHMARKS["decode_step"], machine, COLUMNS, setup, options.json)
     beyond: dict[str, float] = {}  # bytes beyond weights and cache, by cache, for a row and token held
 
     def attempt(case: str, kind: str, rows: int, tokens: int, static: float | None = None) -> dict[str, Any]:
@@ -163,8 +165,8 @@ def _conclude(report: Report) -> None:
             report.note(f"{row['cache']} at {row['batch']} x {row['tokens']} tokens: {text}")
     for row in (row for row in done if row["case"] == "largest" and row["cache"] != "static"):
         for static in (other for other in done if (other["case"], other["cache"], other["tokens"]) == ("largest", "static", row["tokens"])):
-            speed = row["tokens_per_second"] / static["tokens_per_second"]
-            report.note(f"{row['cache']} at {row['tokens']} tokens: {row['batch'] / static['batch']:.2f}x the batch, {speed:.2f}x the tokens/s")
+            batch, speed = row["batch"] / static["batch"], row["tokens_per_second"] / static["tokens_per_second"]
+            report.note(f"{row['cache']} at {row['tokens']} tokens: {batch:.2f}x the batch, {speed:.2f}x the tokens/s")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,7 @@ def panels(results: dict[str, Any]) -> dict[str, tuple[Points, Points]]:
     for row in results["rows"]:
         if "failed" not in row:
             readers[name](row, found)
-    kept = {
-        title: pair for title, pair in found.items() if len({tokens for points in pair[0].values() for tokens in points}) > 1
-    }
+    kept = {title: pair for title, pair in found.items() if len({tokens for points in pair[0].values() for tokens in points}) > 1}
     if not kept:
         raise ValueError("there is nothing to plot: no setting was measured at more than one context length (try --preset sweep)")
     return kept
@@ -91,7 +89,7 @@ def draw(results: dict[str, Any], out: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import NullFormatter
+        from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError as error:
         raise RuntimeError('plots need matplotlib: pip install "kivi-ops[bench]"') from error
     figure = Figure(figsize=(10, 0.9 + 3.4 * len(rows)), layout="constrained")
@@ -107,17 +105,19 @@ def draw(results: dict[str, Any], out: Path) -> None:
             for series in sorted(points, key=list(STYLES).index):
                 colour, marker = STYLES[series]
                 tokens = sorted(points[series])
-                panel.plot(
-                    tokens, [points[series][n] / unit for n in tokens], color=colour, marker=marker, markersize=5, linewidth=1.8, label=series
-                )
+                values = [points[series][n] / unit for n in tokens]
+                panel.plot(tokens, values, color=colour, marker=marker, markersize=5, linewidth=1.8, label=series)
             panel.set(xscale="log", yscale="log", xlabel="context length, tokens", ylabel=f"{what}, {name}")
             panel.set_xticks(lengths, [_tokens(n) for n in lengths])
             panel.xaxis.set_minor_formatter(NullFormatter())
             panel.set_xticks([], minor=True)
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            panel.yaxis.set_minor_formatter(NullFormatter())
             panel.grid(alpha=0.25)
             panel.set_title(title, fontsize=10)
             panel.legend(frameon=False)
     machine = results["machine"]
-    figure.suptitle(f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}, {machine['date']}", fontsize=9, color="#555555")
+    where = f"{machine['device']}, torch {machine['torch']}, Triton {machine['triton']}, {machine['date']}"
+    figure.suptitle(where, fontsize=9, color="#555555")
     figure.savefig(out, dpi=130)

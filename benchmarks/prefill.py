@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, machine: Machine) -> Report:
     setup = {"copy_bandwidth": machine.copy_bandwidth(), "kv_heads": HEADS, "repeats": REPEATS}
-    report = Report("prefill", BENCHMARKS["prefill"], machine, COLUMNS, setup)
+    report = Report("prefill", BENCHMARKS["prefill"], machine, COLUMNS, setup, options.json)
     points = [("first", 0, tokens) for tokens in options.prompt] + [("chunk", tokens + 65, options.chunk) for tokens in options.history]
     if machine.tiny:
         points = [("first", 0, 70), ("chunk", 300, 33)]
@@ -87,7 +87,7 @@ def _measure(config: KiviConfig, tokens: int, new: int, options: argparse.Namesp
         row["kivi_us" if name == "auto" else f"{name}_us"] = machine.microseconds(kernel)
     # every query head with K and V of its own, since only some versions of the float kernels take fewer KV heads
     keys, values = (torch.randn(1, HEADS * REPEATS, tokens + new, dim, dtype=dtype, device=device) for _ in range(2))
-    row["float_us"], row["float_kernel"] = float_microseconds(machine, query, keys, values, is_causal=tokens == 0)
+    row["float_us"], _, row["float_kernel"] = float_microseconds(machine, query, keys, values, is_causal=tokens == 0)
     row["float_bytes"] = (keys.nbytes + values.nbytes) / REPEATS
     row["ratio"] = row["float_us"] / row["kivi_us"]
     row["teraflops"] = 4 * HEADS * REPEATS * dim * new * (tokens + (new + 1) / 2) / row["kivi_us"] * 1e-6
