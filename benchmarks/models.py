@@ -148,7 +148,8 @@ def cache_argument(model: Any) -> str:
 def compiled(kind: str, model: Any, machine: Machine) -> Iterator[Callable[..., Any]]:
     """The model's forward as a decode step runs it: compiled with CUDA graphs, KIVI by its own backend and a static cache by Inductor.
 
-    QuantizedCache cannot be compiled and stays eager. On a CPU the graph runs as it was captured: a C++ compiler takes longer than what is tested there.
+    QuantizedCache cannot be compiled and stays eager. On a CPU the graph runs as it was
+    captured: a C++ compiler takes longer than what is tested there.
     """
     torch._dynamo.reset()
     if kind.startswith("quantized-"):
