@@ -41,7 +41,7 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	@rm -rf build/typecheck && mkdir -p build/typecheck/kivi_ops
 	@ln -s $(CURDIR)/kivi_ops/* build/typecheck/kivi_ops/
-	@for folder in kernels passes export; do if [ -f $$folder/__init__.py ]; then ln -s $(CURDIR)/$$folder build/typecheck/kivi_ops/; fi; done
+	@for folder in benchmarks kernels passes export; do if [ -f $$folder/__init__.py ]; then ln -s $(CURDIR)/$$folder build/typecheck/kivi_ops/; fi; done
 	cd build/typecheck && $(abspath $(VENV))/bin/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p kivi_ops
 
 format: setup

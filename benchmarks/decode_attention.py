@@ -1,167 +1,212 @@
-"""How long does one decode step's attention take over a KIVI cache, against the best float16 attention over a float16 cache?
+"""How long does one decode step's attention take over a KIVI cache, against the best float attention over a float cache?
 
-    python benchmarks/decode_attention.py [--bits 2 4] [--json benchmarks/results/decode_attention.json]
+    kivi-ops bench decode_attention [--preset must-show] [--json FILE]
 
-Llama-3-8B shapes by default: 32 query heads, 8 KV heads, D = 128, one new token. The float side is the fastest of PyTorch's flash and
-cuDNN attention, with the query heads of a KV head folded into query rows so that K and V are read once. Both sides are captured in a CUDA
-graph and timed by ``triton.testing.do_bench`` (median; L2 flushed by writing). Bytes are those that must be read; bandwidth is theirs over
-the time, as a share of what a device-to-device copy reaches on the same machine in the same run.
+"heads" are KV heads, 8 a batch row; each has "q" query heads. States hold a window of 128 tokens and a length that is a multiple of
+nothing, and the new token is attended to as well. The float side is the faster of PyTorch's flash and cuDNN attention, with the query
+heads of a KV head folded into query rows so that K and V are read once. Everything a step's attention launches is in one CUDA graph.
+
+"ratio" is float time over KIVI time, both with a dirty L2 (as triton.testing.do_bench measures). "of copy" is the rate at which the bytes
+that KIVI must read arrive, with a clean L2, as a share of what a device-to-device copy reaches in the same run; "read" is a plain read of
+as many bytes. "portable" is the plain Triton kernel. Each kernel is first checked against float64 on one KV head.
+
+In a ragged row the batch's lengths go evenly from 1 K to the length named; its float side reads every row at full length, as a static cache
+does, and it is followed by a batch of as many tokens with equal lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Callable
-from datetime import date
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
-import triton
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.testing import do_bench
 
-from kivi_ops import KiviConfig, KiviState
+from kivi_ops import KiviConfig
+from kivi_ops.benchmarks import BENCHMARKS
+from kivi_ops.benchmarks.common import Column, Machine, Report, size_of
+from kivi_ops.benchmarks.kernels import check, float_microseconds, kivi_kernels
+from kivi_ops.benchmarks.states import exact_attention, needed_bytes, random_state
 
-DEVICE = "cuda"
+ROW_HEADS = 8  # KV heads of a batch row
+EXTRA = 65  # beyond a round length: half a Key window, and a record that is not full
+SHORTEST = 1024  # of a ragged batch
+K = 1024
 
-
-def timed(function: Callable[[], object]) -> float:
-    """Median milliseconds of ``function`` replayed from a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()  # compile outside of the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return do_bench(graph.replay, warmup=10, rep=60, return_mode="median")
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a device-to-device copy of 2 GiB."""
-    source = torch.empty(2**30, dtype=torch.float16, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (do_bench(lambda: target.copy_(source), return_mode="median") * 1e-3)
-
-
-def float_milliseconds(batch: int, heads: int, repeats: int, tokens: int, dim: int, dtype: torch.dtype) -> tuple[float, str]:
-    """The fastest float attention and its name."""
-    query = torch.randn(batch, heads, repeats, dim, dtype=dtype, device=DEVICE)
-    key, value = (torch.randn(batch, heads, tokens, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-    times = []
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        with sdpa_kernel(backend):
-            times.append((timed(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value)), backend.name))
-    return min(times)
+COLUMNS = (
+    Column("kv_heads", "heads", width=5),
+    Column("tokens", "tokens", width=7),
+    Column("bits", "bits", width=4),
+    Column("repeats", "q", width=3),
+    Column("dim", "D", width=3),
+    Column("dtype", "dtype", width=8),
+    Column("batch_kind", "lengths", width=8),
+    Column("float_us", "float", ".1f", " us", width=10),
+    Column("kivi_us", "KIVI", ".1f", " us", width=10),
+    Column("ratio", "ratio", ".2f", "x", width=6),
+    Column("kivi_clean_us", "clean", ".1f", " us", width=10),
+    Column("copy_share", "of copy", ".0%", width=7),
+    Column("read_us", "read", ".1f", " us", width=9),
+    Column("bytes", "MB", ".1f", factor=1e-6, width=7),
+    Column("portable_us", "portable", ".1f", " us", width=10),
+    Column("portable_ratio", "ratio", ".2f", "x", width=6),
+    Column("error", "error", ".0e", width=6),
+)
 
 
-def filled(config: KiviConfig, batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> KiviState:
-    """A state of random tokens, handed over 8192 at a time."""
-    state = KiviState.allocate(config, batch, heads, tokens + 256, dim, dim, dtype, DEVICE)
-    for start in range(0, tokens, 8192):
-        shape = (batch, heads, min(8192, tokens - start), dim)
-        key, value = (torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2))
-        state.append(key, value, torch.tensor(start, device=DEVICE))
-    return state
+@dataclass(frozen=True)
+class Case:
+    kv_heads: int
+    tokens: int
+    bits: int = 2
+    repeats: int = 4
+    dim: int = 128
+    dtype: str = "float16"
+    kind: str = "equal"  # or "ragged"
+
+    def lengths(self) -> list[int]:
+        """Tokens of each batch row."""
+        rows = max(1, self.kv_heads // ROW_HEADS)
+        if self.kind == "equal":
+            return [(self.tokens + EXTRA) | 1] * rows
+        shortest = min(SHORTEST, self.tokens)
+        return [(shortest + (self.tokens - shortest) * row // max(1, rows - 1) + EXTRA) | 1 for row in range(rows)]
 
 
-def needed_bytes(state: KiviState, tokens: int) -> float:
-    """Bytes of the sealed and float tokens that a step must read."""
-    (batch, heads, _, dim), (key_end, value_end) = state.key_window.shape, state.sealed[0].tolist()
-    key, value = state.key_layout, state.value_layout
-    sealed = key_end * key.words * 2 / key.tokens + value_end * value.words * 2 / value.tokens
-    return batch * heads * (sealed + (2 * tokens - key_end - value_end) * dim * state.dtype.itemsize)
+SIZES = [(64, 128 * K), (64, 32 * K), (256, 8 * K), (8, 128 * K), (8, 32 * K), (64, 8 * K)]
+RAGGED = Case(64, 128 * K, kind="ragged")
 
 
-def kivi_milliseconds(
-    config: KiviConfig, batch: int, heads: int, repeats: int, tokens: int, dim: int, dtype: torch.dtype
-) -> tuple[float, float, float]:
-    """Bytes that a step must read, and the times of its attention and its append."""
-    state = filled(config, batch, heads, tokens, dim, dtype)
-    query = torch.randn(batch, heads * repeats, 1, dim, dtype=dtype, device=DEVICE)
-    key, value = (torch.randn(batch, heads, 1, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-    position = torch.tensor(tokens, device=DEVICE)
-    attention = timed(lambda: state.attention(query, key, value, position))
-    return needed_bytes(state, tokens), attention, timed(lambda: state.append(key, value, position))
+def _must_show() -> list[Case]:
+    cases = []
+    for size in SIZES:
+        cases += [Case(*size), Case(*size, repeats=8), Case(*size, bits=4), Case(*size, dtype="bfloat16")]
+    for tokens in (128 * K, 32 * K):
+        cases += [Case(64, tokens, repeats=1), Case(64, tokens, repeats=16), Case(64, tokens, dim=64), Case(64, tokens, dim=64, bits=4)]
+    return [*cases, RAGGED, Case(64, sum(RAGGED.lengths()) // len(RAGGED.lengths()) - EXTRA)]
 
 
-def run(arguments: argparse.Namespace) -> dict:
-    dtype = getattr(torch, arguments.dtype)
-    heads, dim = arguments.kv_heads, arguments.head_dim
-    repeats = arguments.query_heads // heads
-    bandwidth = copy_bandwidth()
-    rows = []
-    for batch in arguments.batch:
-        for tokens in arguments.tokens:
-            held = tokens + 65  # not a multiple of anything
-            float_ms, float_name = float_milliseconds(batch, heads, repeats, held + 1, dim, dtype)
-            for bits in arguments.bits:
-                size, attention, append = kivi_milliseconds(KiviConfig(bits, bits), batch, heads, repeats, held, dim, dtype)
-                rows.append(
-                    {
-                        "batch": batch,
-                        "tokens": held,
-                        "bits": bits,
-                        "float_us": float_ms * 1e3,
-                        "float_kernel": float_name,
-                        "kivi_us": attention * 1e3,
-                        "append_us": append * 1e3,
-                        "ratio": float_ms / attention,
-                        "bytes": size,
-                        "copy_share": size / (attention * 1e-3) / bandwidth,
-                    }
-                )
-                print(line(rows[-1]), flush=True)
-            torch.cuda.empty_cache()
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": date.today().isoformat(),
-    }
-    setup = {
-        "query_heads": arguments.query_heads,
-        "kv_heads": heads,
-        "head_dim": dim,
-        "dtype": arguments.dtype,
-        "copy_bandwidth": bandwidth,
-    }
-    return {"machine": machine, "setup": setup, "rows": rows}
+PRESETS = {
+    "must-show": _must_show(),
+    "quick": [Case(64, 32 * K), Case(64, 32 * K, bits=4), Case(8, 32 * K), Case(64, 32 * K, dim=64), Case(64, 8 * K, dtype="bfloat16")],
+    "sweep": [Case(heads, tokens * K, bits) for heads in (8, 64) for tokens in (1, 2, 4, 8, 16, 32, 64, 128) for bits in (2, 4)],
+}
+TINY = [
+    Case(8, 300),
+    Case(8, 300, bits=4, repeats=1),
+    Case(16, 520, dim=64, dtype="bfloat16"),
+    Case(16, 520, repeats=16, kind="ragged"),
+]
 
 
-HEADER = f"{'batch':>5} {'tokens':>7} {'bits':>4} {'float':>10} {'KIVI':>10} {'ratio':>6} {'MB':>7} {'of copy':>7} {'append':>9}"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--preset", choices=list(PRESETS), default="quick", help="must-show: every size the README reports (default: %(default)s)")
+    add("--heads", type=int, nargs="+", metavar="N", help=f"KV heads (multiples of {ROW_HEADS}) instead of a preset's")
+    add("--tokens", type=size_of, nargs="+", default=[32 * K], metavar="T", help="with --heads: lengths such as 32K")
+    add("--bits", type=int, nargs="+", default=[2], choices=[2, 4, 8], help="with --heads")
+    add("--repeats", type=int, nargs="+", default=[4], metavar="N", help="with --heads: query heads of a KV head")
+    add("--dim", type=int, nargs="+", default=[128], metavar="D", help="with --heads: head size")
+    add("--dtype", nargs="+", default=["float16"], choices=["float16", "bfloat16"], help="with --heads")
+    add("--ragged", action="store_true", help="with --heads: lengths from 1 K to the length given")
 
 
-def line(row: dict) -> str:
-    return (
-        f"{row['batch']:>5} {row['tokens']:>7} {row['bits']:>4} {row['float_us']:>7.1f} us {row['kivi_us']:>7.1f} us {row['ratio']:>5.2f}x "
-        f"{row['bytes'] / 1e6:>7.1f} {row['copy_share']:>6.0%} {row['append_us']:>6.1f} us"
-    )
+def _cases(options: argparse.Namespace, tiny: bool) -> list[Case]:
+    if options.heads is None:
+        return TINY if tiny else PRESETS[options.preset]
+    for heads in options.heads:
+        if heads < 1 or heads % ROW_HEADS:
+            raise ValueError(f"--heads is {heads}; allowed: multiples of {ROW_HEADS}, the KV heads of a batch row")
+    kind = "ragged" if options.ragged else "equal"
+    return [
+        Case(heads, tokens, bits, repeats, dim, dtype, kind)
+        for heads in options.heads
+        for tokens in options.tokens
+        for dim in options.dim
+        for dtype in options.dtype
+        for repeats in options.repeats
+        for bits in options.bits
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768, 131072])
-    parser.add_argument("--query-heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA device")
-    print(HEADER)
-    results = run(arguments)
-    print(f"copy bandwidth {results['setup']['copy_bandwidth'] / 1e12:.2f} TB/s; geometric mean ratio "
-          f"{math.exp(sum(math.log(r['ratio']) for r in results['rows']) / len(results['rows'])):.2f}x")  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+def run(options: argparse.Namespace, machine: Machine) -> Report:
+    bandwidth = machine.copy_bandwidth()
+    setup = {"copy_bandwidth": bandwidth, "empty_graph_us": machine.empty_graph_microseconds(), "group_size": 32, "residual_length": 128}
+    report = Report("decode_attention", BENCHMARKS["decode_attention"], machine, COLUMNS, setup, options.json)
+
+    @cache  # KIVI's bits do not matter to it
+    def float_times(rows: int, tokens: int, repeats: int, dim: int, dtype: str) -> dict[str, Any]:
+        options = {"dtype": getattr(torch, dtype), "device": machine.device}
+        query = torch.randn(rows, ROW_HEADS, repeats, dim, **options)
+        key, value = (torch.randn(rows, ROW_HEADS, tokens, dim, **options) for _ in range(2))
+        dirty, clean, name = float_microseconds(machine, query, key, value)
+        return {"float_us": dirty, "float_clean_us": clean, "float_kernel": name, "float_bytes": key.nbytes + value.nbytes}
+
+    for case in _cases(options, machine.tiny):
+        lengths = case.lengths()
+        labels = {
+            "kv_heads": case.kv_heads,
+            "tokens": max(lengths),
+            "tokens_in_all": sum(lengths),
+            "bits": case.bits,
+            "repeats": case.repeats,
+            "dim": case.dim,
+            "dtype": case.dtype,
+            "batch_kind": case.kind,
+        }
+
+        def measure(case: Case = case, lengths: list[int] = lengths) -> dict[str, Any]:
+            row = float_times(len(lengths), max(lengths) + 1, case.repeats, case.dim, case.dtype)
+            return {**row, **_measure(case, lengths, machine, bandwidth, row["float_us"])}
+
+        report.attempt(labels, measure)
+    _conclude(report)
+    return report
+
+
+def _measure(case: Case, lengths: list[int], machine: Machine, bandwidth: float, float_us: float) -> dict[str, Any]:
+    dtype, device, rows = getattr(torch, case.dtype), machine.device, len(lengths)
+    config = KiviConfig(case.bits, case.bits)
+    state = random_state(config, ROW_HEADS, lengths, case.dim, dtype, device)
+    query = torch.randn(rows, ROW_HEADS * case.repeats, 1, case.dim, dtype=dtype, device=device)
+    key, value = (torch.randn(rows, ROW_HEADS, 1, case.dim, dtype=dtype, device=device) for _ in range(2))
+    position = state.length.clone()
+    size = needed_bytes(config, ROW_HEADS, lengths, case.dim, dtype)
+    row: dict[str, Any] = {"bytes": size, "read_us": machine.plain_read_microseconds(size), "error": 0.0}
+    expected = exact_attention(state, rows - 1, ROW_HEADS - 1, query, key, value, position)
+    for name, kernel in kivi_kernels(state, query, key, value, position).items():
+        prefix = "kivi" if name == "auto" else name
+        output = kernel()[rows - 1, -case.repeats :]
+        row["error"] = max(row["error"], check(f"{name} attention", output, expected))
+        dirty, clean = machine.dirty_and_clean(kernel)
+        row |= {f"{prefix}_us": dirty, f"{prefix}_clean_us": clean}
+        row[f"{prefix}_ratio"] = float_us / dirty
+        row[f"{prefix}_copy_share"] = size / (clean * 1e-6) / bandwidth
+    row["ratio"], row["copy_share"] = row.pop("kivi_ratio"), row.pop("kivi_copy_share")
+    return row
+
+
+def _conclude(report: Report) -> None:
+    """What only several rows together can say."""
+    done = [row for row in report.rows if "failed" not in row]
+    report.note(f"copy bandwidth {report.setup['copy_bandwidth'] / 1e12:.2f} TB/s; empty graph {report.setup['empty_graph_us']:.1f} us")
+    if done:
+        mean = math.exp(sum(math.log(row["ratio"]) for row in done) / len(done))
+        report.note(f"geometric mean of the ratios {mean:.2f}x; the new token's K and V, the query and the output are not in the bytes")
+    alike = ("kv_heads", "bits", "repeats", "dim", "dtype")
+    for ragged in (row for row in done if row["batch_kind"] == "ragged"):
+        for equal in (row for row in done if row["batch_kind"] == "equal"):
+            close = abs(equal["tokens_in_all"] - ragged["tokens_in_all"]) <= 0.01 * ragged["tokens_in_all"]
+            if close and all(ragged[name] == equal[name] for name in alike):
+                share = ragged["kivi_clean_us"] / equal["kivi_clean_us"]
+                report.note(f"ragged, {ragged['tokens_in_all']} tokens a head: {share:.2f}x the time of equal lengths (clean)")
 
 
 if __name__ == "__main__":
-    main()
+    import sys
+
+    from kivi_ops.cli import main
+
+    raise SystemExit(main(["bench", "decode_attention", *sys.argv[1:]]))

@@ -50,12 +50,12 @@ def combine_kernel(
     total = tl.sum(tl.where(maxima == float("-inf"), 0.0, totals * tl.exp2(maxima - shift)), 0)
     summed = tl.zeros([CHANNELS], tl.float32)
     for begin in range(0, splits, SPLITS):
-        split = begin + tl.arange(0, SPLITS)
-        slot = first_slot + split * query_rows
-        partial = tl.load(partial_ptr + slot[:, None] * DIM + channel[None, :], mask=(split < splits)[:, None], other=0.0)
-        maxima = tl.load(maximum_ptr + slot, mask=split < splits, other=float("-inf"))
-        weight = tl.exp2(maxima - shift)
-        summed += tl.sum(tl.where((maxima == float("-inf"))[:, None], 0.0, partial * weight[:, None]), 0)
+        some = begin + tl.arange(0, SPLITS)
+        slot = first_slot + some * query_rows
+        partial = tl.load(partial_ptr + slot[:, None] * DIM + channel[None, :], mask=(some < splits)[:, None], other=0.0)
+        highs = tl.load(maximum_ptr + slot, mask=some < splits, other=float("-inf"))
+        weight = tl.exp2(highs - shift)
+        summed += tl.sum(tl.where((highs == float("-inf"))[:, None], 0.0, partial * weight[:, None]), 0)
     output = tl.where(total == 0.0, 0.0, summed / total)
     output = tl.where(start + new_tokens > capacity, float("nan"), output)
     target = (row_head * REPEATS + query_row % REPEATS) * new_tokens + query_row // REPEATS

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def widen(x):
@@ -53,22 +55,86 @@ def restore(codes, scale, minimum):
 
 
 @triton.jit
+def multiply_add(x, y, z):
+    """x * y + z rounded once, whatever ``enable_fp_fusion`` says."""
+    if INTERPRET:  # some versions of it round twice; float64 holds the product
+        result = (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+    else:
+        result = tl.fma(x, y, z)
+    return result
+
+
+@triton.jit
+def _smaller(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def extremes(low, high, AXIS: tl.constexpr):
+    """The minimum of ``low`` and the maximum of ``high`` along ``AXIS``; NaN if there is one, which tl.min and tl.max would drop."""
+    if INTERPRET:  # it would call our functions for one lane at a time
+        nan = tl.max(((low != low) | (high != high)).to(tl.int32), AXIS) > 0
+        minimum = tl.where(nan, float("nan"), tl.min(tl.where(low == low, low, float("inf")), AXIS))
+        maximum = tl.where(nan, float("nan"), tl.max(tl.where(high == high, high, -float("inf")), AXIS))
+    else:
+        minimum, maximum = tl.reduce(low, AXIS, _smaller), tl.reduce(high, AXIS, _larger)
+    return minimum, maximum
+
+
+@triton.jit
+def scaled_codes(x, scale, minimum, plain, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr):
+    """The codes of :func:`quantize_tile` for 16-bit metadata, without a division for each element.
+
+    x: float32, tile; scale, minimum in METADATA and bool ``plain`` (false where all codes are 0), without ``AXIS``.
+
+    round(div_rn(y, scale)), y = x - minimum, is wanted. 1 / scale is carried as ``inverse + rest``, so that the quotient is rounded once,
+    with a relative error below 2^-38 before. That decides each code as the division does. With a scale of at most 11 significant bits
+    a border (c + 1/2) * scale is itself a float32. If y is on it, both quotients are c + 1/2. If not, y / scale is at least one step of y
+    away from c + 1/2, and the division rounds to it what is at most half of its step away, which is less by more than 2^-33 of it.
+    tests/kernels has every border.
+    """
+    LEVELS: tl.constexpr = 2**BITS - 1
+    scale, y = widen(scale), x - tl.expand_dims(widen(minimum), AXIS)
+    if METADATA == tl.bfloat16:  # 1 / scale could overflow: a power of two brings the scale near 1
+        unit = tl.maximum((254 << 23) - (scale.to(tl.int32, bitcast=True) & 0x7F800000), 1 << 22).to(tl.float32, bitcast=True)
+        scale, y = scale * unit, y * tl.expand_dims(unit, AXIS)
+    inverse = tl.where(plain, 1.0 / scale, 0.0)
+    rest = multiply_add(-scale, inverse, tl.full(scale.shape, 1.0, tl.float32)) * inverse
+    y = tl.minimum(tl.maximum(y, 0.0), tl.expand_dims(scale * (LEVELS * 1.0), AXIS))  # NaN becomes 0
+    return multiply_add(y, tl.expand_dims(inverse, AXIS), y * tl.expand_dims(rest, AXIS))
+
+
+@triton.jit
+def divided_codes(x, scale, minimum, plain, AXIS: tl.constexpr, BITS: tl.constexpr):
+    """:func:`scaled_codes` for float32 metadata."""
+    code = tl.div_rn(x - tl.expand_dims(minimum, AXIS), tl.expand_dims(scale, AXIS))
+    code = tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1.0)
+    return tl.where(tl.expand_dims(plain, AXIS), code, 0.0)
+
+
+@triton.jit
 def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr):
     """Quantise groups that lie along ``AXIS`` (contract section 1).
 
-    x: float32; valid: bool of its shape, lanes that belong to the group.
-    Returns codes int32 of its shape, scale and min in METADATA without that axis.
+    x: float32; valid: bool of its shape, lanes that belong to the group; None where all do.
+    Returns int32 of its shape whose lower 16 bits are the code (the upper ones mean nothing: shift, add, and cut off), scale and min
+    in METADATA without that axis.
     """
     LEVELS: tl.constexpr = 2**BITS - 1
     LARGEST: tl.constexpr = (
         65504.0 if METADATA == tl.float16 else (3.3895313892515355e38 if METADATA == tl.bfloat16 else 3.4028234663852886e38)
     )
     INFINITY: tl.constexpr = float("inf")
-    finite = tl.abs(x) < INFINITY  # false for NaN, which min and max would drop
-    broken = tl.max((valid & (finite == 0)).to(tl.int32), AXIS) > 0
-    counted = valid & finite
-    minimum = tl.min(tl.where(counted, x, INFINITY), AXIS)
-    maximum = tl.max(tl.where(counted, x, -INFINITY), AXIS)
+    if valid is None:
+        minimum, maximum = extremes(x, x, AXIS)
+    else:
+        minimum, maximum = extremes(tl.where(valid, x, INFINITY), tl.where(valid, x, -INFINITY), AXIS)
+    broken = ((tl.abs(minimum) < INFINITY) & (tl.abs(maximum) < INFINITY)) == 0
     minimum = tl.minimum(tl.maximum(minimum, -LARGEST), LARGEST)
     maximum = tl.minimum(tl.maximum(maximum, -LARGEST), LARGEST)
     minimum = tl.where(minimum == 0.0, 0.0, minimum)  # never -0.0
@@ -78,11 +144,12 @@ def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl
     scale = tl.where(constant, constant_tile(1.0, scale, METADATA), scale)
 
     # Codes come from the stored, rounded pair.
-    code = tl.div_rn(x - tl.expand_dims(widen(minimum), AXIS), tl.expand_dims(widen(scale), AXIS))
-    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0)
-    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds half to even
-    plain = tl.expand_dims((constant | broken) == 0, AXIS) & finite
-    codes = tl.where(plain, code, 0.0).to(tl.int32)
+    plain = (constant | broken) == 0
+    if METADATA == tl.float32:
+        code = divided_codes(x, scale, minimum, plain, AXIS, BITS)
+    else:
+        code = scaled_codes(x, scale, minimum, plain, AXIS, BITS, METADATA)
+    codes = (code + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: rounds half to even, into the lowest bits
     nan = constant_tile(float("nan"), scale, METADATA)
     return codes, tl.where(broken, nan, scale), tl.where(broken, nan, minimum)
 
@@ -95,9 +162,16 @@ def row_span(position_ptr, position_stride, left_padding_ptr, row, new_tokens, c
     """
     start = tl.load(position_ptr + row * position_stride).to(tl.int64)
     padding = tl.load(left_padding_ptr + row)
+    first, end = own_tokens(start, padding, new_tokens, capacity)
+    return start, padding, first, end
+
+
+@triton.jit
+def own_tokens(start, padding, new_tokens, capacity):
+    """First and end of :func:`row_span`."""
     first = (tl.minimum(start, capacity) - padding).to(tl.int32)
     end = (tl.minimum(start + new_tokens, capacity) - padding).to(tl.int32)
-    return start, padding, first, end
+    return first, end
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kivi_ops.kernels.append import seal_kernel, write_kernel
+from kivi_ops.kernels.append import seal_kernel, step_kernel, write_kernel
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_NONE, attention_kernel, combine_kernel
 from kivi_ops.kernels.combine import combine_kernel as merge_kernel
 from kivi_ops.kernels.decode import decode_kernel
@@ -27,10 +27,14 @@ TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a threa
 # By the larger head size, padded: query rows at most, and tokens, of an attention tile. Few spills with 4 warps, and within
 # the 99 KB of shared memory that every GPU since sm_80 has.
 ATTENTION_BLOCKS = {128: (32, 32), 256: (16, 16)}
+# Of an ``append`` program, which is one warp: nothing crosses warps, and many of them hide each other's waiting.
+PROMPT_TILE = 1024  # elements of a tile: 32 registers a thread
+STEP_TILE = 512
+STEP_TOKENS = 16  # new tokens of a step at most
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 
-DECODE_ROWS = 64  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
+DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
 DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
 # By the number of splits up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
@@ -363,10 +367,13 @@ def _gluon_attention(
 ) -> Tensor:
     key_records, value_records, key_window, value_window, sealed, left_padding, position = state
     dtype = query.dtype
+    # Rows are copied 16 bytes at a time.
+    key, value = (x if all(stride % 16 == 0 for stride in x.stride()[:3]) else x.contiguous() for x in (key, value))
     rows, query_heads, new_tokens, dim = query.shape
     heads = value.shape[1]
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
+    paired = query_rows <= 4
     query_blocks = _blocks(query_rows, 8)
     splits = _splits(query, rows * heads * query_blocks, capacity)
     dependent = _dependent(query.device)
@@ -413,6 +420,8 @@ def _gluon_attention(
         DIM=dim,
         KEY_BITS=layouts[0].bits,
         VALUE_BITS=layouts[1].bits,
+        VALUE_LOW=dtype == torch.bfloat16,  # one part of 8 bits would be too coarse
+        PAIRED=paired,
         SIGNAL=dependent,
         num_warps=1,
     )
@@ -537,13 +546,6 @@ def _merge(partial: Tensor, maximum: Tensor, total: Tensor, position: Tensor, ou
 # ---------------------------------------------------------------------------------------------------------------- append
 
 
-def _seal_programs(layout: RecordLayout, records: int, tokens: int) -> tuple[int, int]:
-    """Programs a row and head needs to seal ``tokens`` consecutive tokens wherever they lie, and columns of each one's block."""
-    column_block = max(1, min(_power(layout.columns), TILE // layout.group_size))
-    touched = min(records, _blocks(tokens + layout.group_size, layout.tokens) + 1)
-    return touched * _blocks(layout.rows, layout.group_size) * _blocks(layout.columns, column_block), column_block
-
-
 def append(
     key: Tensor,
     value: Tensor,
@@ -565,34 +567,61 @@ def append(
     residual_length: int,
     rollback_margin: int,
 ) -> None:
-    rows, heads, new_tokens, key_dim = key.shape
-    value_dim, window_rows = value.shape[3], key_window.shape[2]
-    key_layout, value_layout = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
-    sealable = new_tokens + window_rows
-    key_programs, key_columns = _seal_programs(key_layout, key_records.shape[2], sealable)
-    value_programs, value_columns = _seal_programs(value_layout, value_records.shape[2], sealable)
-    programs = key_programs + value_programs
-    has_count = count is not None
-    strides = (*key.stride(), *value.stride(), _position_stride(position, rows))
-    written = min(new_tokens, window_rows)
-    widest = max(_power(key_dim), _power(value_dim))
-    token_block = min(_power(written), max(1, TILE // widest))
-    write_programs = _blocks(written, token_block)
+    rows, heads, new_tokens, _ = key.shape
+    window_rows = key_window.shape[2]
+    layouts = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
+    records = (key_records, key_records.view(metadata_dtype), value_records, value_records.view(metadata_dtype))
+    windows = (key_window, value_window)
+    given = (position, position if count is None else count, *key.stride(), *value.stride(), _position_stride(position, rows))
+    key_blocks, key_columns = _column_blocks(layouts[0], STEP_TILE)
+    # A step counts its programs in the bits of a boundary that no token index of this capacity needs (the sign's stays 0).
+    boundary_shift = 31 - (heads * max(key_blocks, new_tokens)).bit_length()
     with _device(key):
+        if new_tokens <= min(STEP_TOKENS, window_rows, layouts[1].columns) and capacity < 1 << boundary_shift:
+            step_kernel[(rows, heads, new_tokens + key_blocks)](
+                key,
+                value,
+                *records,
+                *windows,
+                sealed,
+                left_padding,
+                length,
+                *given,
+                rows,
+                heads,
+                new_tokens,
+                capacity,
+                key_records.shape[2],
+                value_records.shape[2],
+                boundary_shift,
+                HAS_COUNT=count is not None,
+                RESIDUAL=residual_length,
+                MARGIN=rollback_margin,
+                WINDOW=window_rows,
+                GROUP=group_size,
+                **_format("KEY_", layouts[0]),
+                KEY_COLUMN_BLOCK=key_columns,
+                **_format("VALUE_", layouts[1]),
+                VALUE_GROUP_BLOCK=_power(_blocks(layouts[1].rows, group_size)),
+                TOKEN_BLOCK=_power(new_tokens),
+                ROW_BLOCK=128,
+                num_warps=1,
+                enable_fp_fusion=False,
+            )
+            return
+        (key_programs, key_columns), (value_programs, value_columns) = (
+            _seal_programs(layout, tensor.shape[2], new_tokens + window_rows)
+            for layout, tensor in zip(layouts, (key_records, value_records), strict=True)
+        )
+        programs = key_programs + value_programs
         seal_kernel[(rows * heads * programs,)](
             key,
             value,
-            key_records,
-            key_records.view(metadata_dtype),
-            value_records,
-            value_records.view(metadata_dtype),
-            key_window,
-            value_window,
+            *records,
+            *windows,
             sealed,
             left_padding,
-            position,
-            count if has_count else position,
-            *strides,
+            *given,
             heads,
             new_tokens,
             capacity,
@@ -603,25 +632,29 @@ def append(
             programs,
             residual_length,
             rollback_margin,
-            HAS_COUNT=has_count,
+            HAS_COUNT=count is not None,
             GROUP=group_size,
-            **_format("KEY_", key_layout),
+            **_format("KEY_", layouts[0]),
             KEY_COLUMN_BLOCK=key_columns,
-            **_format("VALUE_", value_layout),
+            KEY_SMALL_BLOCK=min(key_columns, _column_blocks(layouts[0], STEP_TILE)[1]),
+            **_format("VALUE_", layouts[1]),
             VALUE_COLUMN_BLOCK=value_columns,
+            VALUE_SMALL_BLOCK=min(value_columns, _column_blocks(layouts[1], STEP_TILE)[1]),
+            num_warps=1,
             enable_fp_fusion=False,
         )
+        written = min(new_tokens, window_rows)
+        dims = [_power(layout.head_dim) for layout in layouts]
+        token_block = min(_power(written), max(1, TILE // max(dims)))
+        write_programs = _blocks(written, token_block)
         write_kernel[(rows * heads * write_programs,)](
             key,
             value,
-            key_window,
-            value_window,
+            *windows,
             sealed,
             left_padding,
             length,
-            position,
-            count if has_count else position,
-            *strides,
+            *given,
             rows,
             heads,
             new_tokens,
@@ -630,15 +663,28 @@ def append(
             write_programs,
             residual_length,
             rollback_margin,
-            HAS_COUNT=has_count,
-            KEY_DIM=key_dim,
-            KEY_DIM_BLOCK=_power(key_dim),
-            VALUE_DIM=value_dim,
-            VALUE_DIM_BLOCK=_power(value_dim),
+            HAS_COUNT=count is not None,
+            KEY_DIM=layouts[0].head_dim,
+            KEY_DIM_BLOCK=dims[0],
+            VALUE_DIM=layouts[1].head_dim,
+            VALUE_DIM_BLOCK=dims[1],
             TOKEN_BLOCK=token_block,
             ROW_BLOCK=128,
             enable_fp_fusion=True,
         )
+
+
+def _column_blocks(layout: RecordLayout, tile: int) -> tuple[int, int]:
+    """Blocks of at most ``tile`` words that the columns of a row of groups are cut into, and columns of a block."""
+    size = max(1, min(_power(layout.columns), tile // layout.group_size))
+    return _blocks(layout.columns, size), size
+
+
+def _seal_programs(layout: RecordLayout, records: int, tokens: int) -> tuple[int, int]:
+    """Programs a row and head needs to seal ``tokens`` consecutive tokens wherever they lie, and columns of each one's block."""
+    blocks, size = _column_blocks(layout, PROMPT_TILE)
+    touched = min(records, _blocks(tokens + layout.group_size, layout.tokens) + 1)
+    return touched * _blocks(layout.rows, layout.group_size) * blocks, size
 
 
 # ---------------------------------------------------------------------------------------------------------------- update

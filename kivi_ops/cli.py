@@ -58,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
         help="print versions, devices and which implementations are active",
         description="Print versions, devices, compilers, and which implementation of the operators is active on each device.",
     )
+    bench = commands.add_parser(
+        "bench",
+        help="measure speed and memory on a GPU against the best float alternative",
+        description="Measure one thing and print a table. kivi-ops bench NAME --help tells what is measured and how.",
+        usage="kivi-ops bench [-h] [--list] NAME [options]",
+    )
+    bench.add_argument("--list", action="store_true", help="name the benchmarks and exit")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="NAME [options]", help="a benchmark, and what it takes")
     demo = commands.add_parser(
         "demo",
         help="a real language model over a float cache and over KIVI caches, side by side",
@@ -108,6 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from kivi_ops.environment import report
 
             print(report())
+        elif options.command == "bench":
+            from kivi_ops import benchmarks
+
+            if not options.list and options.arguments:
+                return benchmarks.main(options.arguments)
+            print(benchmarks.listing())
+            return 0 if options.list else 2
         else:
             from kivi_ops import demo
 

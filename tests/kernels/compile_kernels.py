@@ -27,6 +27,7 @@ KERNELS = (
     "unpack_dequantize_kernel",
     "attention_kernel",
     "combine_kernel",
+    "step_kernel",
     "seal_kernel",
     "write_kernel",
     "view_kernel",
@@ -95,7 +96,9 @@ def launch_all(
         tensors = tuple(state.tensors().values())
         launch.attention(query, key, value, *tensors[:-1], position, mask, causal, 0.1, softcap, **read, seal=seal)
         if seal == "after_attention":
+            prompt = (torch.zeros(rows, heads, 300, dim, dtype=dtype) for dim in dims)
             launch.append(key, value, *tensors, position, bounded, **write)
+            launch.append(*prompt, *tensors, position, bounded, **write)
     launch.update(key, value, *tensors, position, **write, seal=seal)
     for name, x, width in (("key", key, bits[0]), ("value", value, bits[1])):
         packed = getattr(launch, f"quantize_pack_{name}")(x, width, group, metadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers import assert_same_rows, bits_of, poisoned_state, random_tokens, re
 from twin import Twin, launch_append, tokens_held
 
 from kivi_ops import KiviConfig, KiviState, cpu
+from kivi_ops.kernels import launch
 
 SMALL = KiviConfig(group_size=4, residual_length=8)
 
@@ -236,3 +238,69 @@ def test_strided_and_expanded_tokens(device: str) -> None:
         launch_append(states[0], key, value, at.to(device))
         cpu.append(key.cpu(), value.cpu(), *states[1].tensors().values(), at, None, **SMALL.op_kwargs(40, torch.float32))
         assert_same_rows(valid_rows(states[0], tokens), valid_rows(states[1], tokens))
+
+
+@pytest.fixture
+def any_order(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Interpreted programs run in an order of chance, each launch in another one."""
+    if device == "cuda":
+        pytest.skip("a GPU has an order of its own")
+    from triton.runtime.interpreter import interpreter_builder
+
+    choose, orders, set_grid_idx = random.Random(0), {}, interpreter_builder.set_grid_idx
+
+    def elsewhere(x: int, y: int, z: int) -> None:
+        _, height, depth = interpreter_builder.grid_dim
+        programs = range(interpreter_builder.grid_dim[0] * height * depth)
+        if x == y == z == 0:
+            orders["now"] = choose.sample(programs, len(programs))
+        program = orders["now"][(x * height + y) * depth + z]
+        set_grid_idx(program // (height * depth), program // depth % height, program % depth)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", elsewhere)
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.usefixtures("any_order")
+def test_programs_may_run_in_any_order(margin: int, device: str) -> None:
+    """Steps and prompts, rollbacks into records and windows, several programs for a row's every boundary."""
+    config = KiviConfig(group_size=32, residual_length=32, rollback_margin=margin)
+    twin = Twin(device, config, 100, heads=2, left_padding=[0, 5])
+    for start, count in ((0, 62), (62, 1), (63, 1), (64, 7), (71, 20), (91, 9), (64, 1), (65, 16), (81, 15), (96, 1), (95, 2)):
+        twin.append(start, count)
+        twin.check(start + count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("margin", [0, 5])
+def test_many_heads_over_many_steps(margin: int) -> None:
+    """What the interpreter cannot show: 2,560 programs and more at once, on boundaries, rows and words that they share; against the CPU."""
+    config, choose = KiviConfig(4, 2, rollback_margin=margin), random.Random(margin)
+    rows, heads, capacity, dim, padding = 8, 64, 700, 64, [0, 1, 2, 3, 50, 100, 0, 0]
+    states = [poisoned_state(config, rows, heads, capacity, dim, dim, torch.float16, padding, where) for where in ("cuda", "cpu")]
+    key, value = (random_tokens(rows, heads, capacity, dim, torch.float16, seed) for seed in (0, 1))
+    starts = [0] * rows
+    for call in range(120):
+        count = choose.choice([1, 1, 1, 1, 2, 5, 8, 16, 17, 60])
+        count = min(count, capacity - max(starts))
+        position = torch.tensor(starts)[:, None]
+        new = [x[:, :, call : call + count].contiguous() for x in (key, value)]
+        for state in states:
+            where = state.sealed.device
+            state.append(*(x.to(where) for x in new), position.to(where))
+        ends = [start + count for start in starts]
+        if call % 10 == 9:
+            tokens = [max(0, end - pads) for end, pads in zip(ends, padding, strict=True)]
+            assert_same_rows(*(valid_rows(state, tokens) for state in states))
+        starts = [max(0, end - choose.choice([0, 0, 0, 1, 4])) if end < capacity - 60 else end // 2 for end in ends]
+
+
+def test_a_boundary_without_room_for_the_count(device: str) -> None:
+    """A capacity that needs the bits in which a step counts: two launches, and the same state."""
+    states = [poisoned_state(SMALL, 1, 1, 40, 8, 8, torch.float32, device=device) for _ in range(2)]
+    key, value = (random_tokens(1, 1, 24, 8, seed=s, device=device) for s in (0, 1))
+    for start in range(0, 24, 3):
+        new, at = (key[:, :, start : start + 3], value[:, :, start : start + 3]), torch.tensor(start, device=device)
+        for state, capacity in zip(states, (40, 2**30), strict=True):
+            launch.append(*new, *state.tensors().values(), at, None, **SMALL.op_kwargs(capacity, torch.float32))
+    assert_same_rows(*(valid_rows(state, [24]) for state in states))

@@ -213,4 +213,4 @@ def test_decode_steps_are_the_gluon_kernels(format: tuple) -> None:
 
     assert chosen(1) == chosen(4) == "gluon"
     assert chosen(4, transposed=True) == "portable"
-    assert chosen(100) == chosen(1, softcap=30.0) == chosen(1, torch.float32) == "general"
+    assert chosen(200) == chosen(1, softcap=30.0) == chosen(1, torch.float32) == "general"

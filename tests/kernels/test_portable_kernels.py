@@ -119,4 +119,4 @@ def test_which_calls_are_decode_steps() -> None:
         return launch._chosen(query, key, key, layouts, softcap)
 
     assert chosen(4, 1, 128) == chosen(16, 4, 64, torch.bfloat16) == "portable"
-    assert chosen(16, 5, 128) == chosen(4, 1, 96) == chosen(4, 1, 128, torch.float32) == chosen(4, 1, 128, softcap=3.0) == "general"
+    assert chosen(16, 9, 128) == chosen(4, 1, 96) == chosen(4, 1, 128, torch.float32) == chosen(4, 1, 128, softcap=3.0) == "general"

@@ -114,3 +114,31 @@ def test_nothing(shape: tuple[int, ...], device: str) -> None:
         codes, scale, _ = packed = getattr(launch, f"quantize_pack_{role}")(torch.zeros(shape, device=device), 2, 4, torch.float16)
         assert codes.shape == (*shape[:-1], 2) and scale.dtype == torch.float16
         assert getattr(launch, f"unpack_dequantize_{role}")(*packed, 2, 4, 8, torch.float32).shape == shape
+
+
+def borders(metadata: torch.dtype, bits: int) -> Tensor:
+    """Float32 groups with the borders (c + 1/2) * scale between codes and the float32 values just below and above each.
+
+    The minimum is 0, the scale every positive value of ``metadata`` whose largest code it can hold; at 4 and 8 bits every 7th and 251st.
+    """
+    levels = 2**bits - 1
+    step = 1 if bits == 2 else 7 if bits == 4 else 251
+    patterns = torch.arange(1, 0x7C00 if metadata == torch.float16 else 0x7F80, step, dtype=torch.int16)
+    scale = patterns.view(metadata).float()
+    scale = scale[scale * levels <= torch.finfo(metadata).max][:, None]
+    exact = (torch.arange(levels) + 0.5) * scale
+    beside = (torch.nextafter(exact, torch.full_like(exact, to)) for to in (0.0, torch.inf))
+    near = torch.stack([exact, *beside], -1).flatten(1)  # three for each border
+    width = {2: 14, 4: 62, 8: 254}[bits]
+    near = torch.nn.functional.pad(near, (0, -near.shape[1] % width)).unflatten(1, (-1, width))
+    ends = torch.stack([torch.zeros_like(scale), levels * scale], -1).expand(-1, near.shape[1], -1)
+    return torch.cat([near, ends], -1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("metadata", ["fp16", "bf16"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_borders_between_codes(bits: int, metadata: str, device: str) -> None:
+    """Where a quotient that is not the division's would choose the other code."""
+    x = borders(DTYPES[metadata], bits)
+    _, scale, minimum = assert_as_cpu("value", x, bits, x.shape[1], DTYPES[metadata], device)
+    assert not minimum.any() and torch.equal(scale.cpu().float() * (2**bits - 1), x[:, -1:])
