@@ -2,8 +2,9 @@
 
 Usage: python compile_kernels.py <compute capability, such as 90> <case> ...
 
-Each launch of a case is compiled instead of run; prints one JSON line a kernel with its registers and spilled bytes. Must run without
-TRITON_INTERPRET, whose kernels are never compiled.
+Each launch of a case is compiled instead of run; prints one JSON line a kernel with its registers, spilled bytes and instructions. A case
+that begins with the name of a decode kernel, such as gluon-fp16-2-2-128-4-causal (dtype, bits, D, query rows, mask), is one launch of it;
+any other is every operator by the general kernels. Must run without TRITON_INTERPRET, whose kernels are never compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kivi_ops import KiviConfig, KiviState
-from kivi_ops.kernels import launch
+from kivi_ops.kernels import gluon_decode, launch
 
 KERNELS = (
     "quantize_pack_kernel",
@@ -32,6 +33,7 @@ KERNELS = (
     "write_kernel",
     "view_kernel",
 )
+DECODE_KERNELS = ("decode_kernel", "merge_kernel")  # of launch, beside Gluon's
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -54,27 +56,42 @@ class NoDevice:
 class CompileOnly:
     """Stands where a launcher names a kernel: ``kernel[grid](...)`` compiles for those arguments and reports."""
 
-    def __init__(self, kernel: Any, case: str) -> None:
-        self.kernel, self.case = kernel, case
+    def __init__(self, kernel: Any, name: str, case: str) -> None:
+        self.kernel, self.name, self.case = kernel, name, case
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile(*args: Any, **kwargs: Any) -> None:
             compiled = self.kernel.warmup(*args, grid=grid, **kwargs)
-            print(json.dumps({"case": self.case, "kernel": self.kernel.__name__, **resources(compiled)}), flush=True)
+            print(json.dumps({"case": self.case, "kernel": self.name, **resources(compiled)}), flush=True)
 
         return compile
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers of a thread, bytes of local memory it spills to, bytes of shared memory of a program."""
+    """Registers of a thread, bytes of local memory, bytes of shared memory of a program, and instructions.
+
+    Instructions in all and of the main loop, the one with the most tensor core products; and how many of those load or store spills.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = {name: int(re.search(rf"{name}:(\d+)", text).group(1)) for name in ("REG", "STACK")}  # type: ignore[union-attr]
-    return {"registers": found["REG"], "stack_bytes": found["STACK"], "shared_bytes": compiled.metadata.shared}
+        usage, sass = (
+            subprocess.run([triton.knobs.nvidia.cuobjdump.path, what, file.name], capture_output=True, text=True, check=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
+    found = {name: int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK")}  # type: ignore[union-attr]
+    code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)}
+    jumps = [(int(to.group(1), 16), at) for at, text in code.items() if (to := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text))]
+    loops = [[text for at, text in code.items() if begin <= at <= end] for begin, end in jumps if begin < end]
+    loop = max(loops, key=lambda texts: sum("MMA" in text for text in texts), default=[])
+    return {
+        "registers": found["REG"],
+        "stack_bytes": found["STACK"],
+        "shared_bytes": compiled.metadata.shared,
+        "instructions": len(code),
+        "loop_instructions": len(loop),
+        "loop_spills": sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in loop),
+    }
 
 
 def launch_all(
@@ -94,7 +111,7 @@ def launch_all(
         state = KiviState.allocate(config, rows, heads, capacity, *dims, dtype)
         read, write = config.read_kwargs(capacity, dtype), config.op_kwargs(capacity, dtype)
         tensors = tuple(state.tensors().values())
-        launch.attention(query, key, value, *tensors[:-1], position, mask, causal, 0.1, softcap, **read, seal=seal)
+        launch.attention(query, key, value, *tensors[:-1], position, mask, causal, 0.1, softcap, **read, seal=seal, kernel="general")
         if seal == "after_attention":
             prompt = (torch.zeros(rows, heads, 300, dim, dtype=dtype) for dim in dims)
             launch.append(key, value, *tensors, position, bounded, **write)
@@ -105,16 +122,42 @@ def launch_all(
         getattr(launch, f"unpack_dequantize_{name}")(*packed, width, group, x.shape[-1], dtype)
 
 
+def launch_decode(kernel: str, dtype: torch.dtype, bits: tuple[int, int], dim: int, query_rows: int, mask: str) -> None:
+    """One launch of a decode kernel: one new token, ``query_rows`` query heads of a KV head; the mask "causal", "bool" or "float"."""
+    rows, heads, capacity = 2, 2, 1024
+    config = KiviConfig(*bits, 32, 128)
+    state = KiviState.allocate(config, rows, heads, capacity, dim, dim, dtype)
+    query, key = (torch.zeros(rows, n * heads, 1, dim, dtype=dtype) for n in (query_rows, 1))
+    masks = {
+        "causal": None,
+        "bool": torch.ones(rows, 1, 1, capacity, dtype=torch.bool),
+        "float": torch.zeros(rows, query_rows * heads, 1, capacity, dtype=dtype),
+    }
+    tensors = tuple(state.tensors().values())[:-1]
+    position = torch.zeros(rows, 1, dtype=torch.int64)
+    read = config.read_kwargs(capacity, dtype)
+    launch.attention(query, key, key, *tensors, position, masks[mask], mask == "causal", 0.1, None, **read, seal=config.seal, kernel=kernel)
+
+
 def main() -> None:
     capability, *cases = sys.argv[1:]
     triton.runtime.driver.set_active(NoDevice(int(capability)))
-    kernels = {name: getattr(launch, name) for name in KERNELS}
+    # What launchers ask of the device, which is not here.
+    launch._gluon = lambda device: gluon_decode
+    launch._dependent = lambda device: int(capability) >= 90
+    kernels = {name: getattr(launch, name) for name in (*KERNELS, *DECODE_KERNELS)}
+    gluon_kernel = gluon_decode.decode_kernel
     for case in cases:
-        dtype, metadata, key_bits, value_bits, group, key_dim, value_dim, new_tokens = case.split("-")
         for name, kernel in kernels.items():
-            setattr(launch, name, CompileOnly(kernel, case))
-        numbers = (int(key_bits), int(value_bits)), int(group), (int(key_dim), int(value_dim)), int(new_tokens)
-        launch_all(DTYPES[dtype], DTYPES[metadata], *numbers)
+            setattr(launch, name, CompileOnly(kernel, name, case))
+        gluon_decode.decode_kernel = CompileOnly(gluon_kernel, "gluon_decode", case)
+        if case.split("-")[0] in ("gluon", "portable"):
+            kernel, dtype, key_bits, value_bits, dim, query_rows, mask = case.split("-")
+            launch_decode(kernel, DTYPES[dtype], (int(key_bits), int(value_bits)), int(dim), int(query_rows), mask)
+        else:
+            dtype, metadata, key_bits, value_bits, group, key_dim, value_dim, new_tokens = case.split("-")
+            numbers = (int(key_bits), int(value_bits)), int(group), (int(key_dim), int(value_dim)), int(new_tokens)
+            launch_all(DTYPES[dtype], DTYPES[metadata], *numbers)
 
 
 if __name__ == "__main__":
