@@ -35,9 +35,10 @@ SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each mu
 
 DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
-# By the number of splits up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
+DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
+# By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
 # while the splits are still at work.
-COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 1 << 30: (32, 4)}
+COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 256: (32, 4)}
 
 
 def _power(n: int) -> int:
@@ -367,18 +368,21 @@ def _gluon_attention(
     query_blocks = _blocks(query_rows, 8)
     multiprocessors = _multiprocessors(query.device)
     splits = max(1, DECODE_PROGRAMS * multiprocessors // (rows * heads * query_blocks))
-    splits = min(splits, _blocks(capacity, 32))
+    splits = min(splits, _blocks(capacity, 32), DECODE_SPLITS)
     dependent = torch.cuda.get_device_capability(query.device) >= (9, 0)
 
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    slots = (rows * heads, splits, query_rows)
+    slots = (rows * heads * splits, query_rows)
     partial = query.new_empty((*slots, dim), dtype=torch.float32)
     maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
+    spans = query.new_empty((rows * heads, 2), dtype=torch.int32)
     position_stride = _position_stride(position, rows)
+    ragged = rows > 1 and splits > 1
     shared_mask = mask_strides[1] == 0 and (mask_strides[2] == 0 or new_tokens == 1)
     gluon_decode = _gluon(query.device)
     assert gluon_decode is not None
-    gluon_decode.decode_kernel[(rows * heads, splits, query_blocks)](
+    grid = (heads, rows * splits) if ragged else (rows * heads, splits)
+    gluon_decode.decode_kernel[(*grid, query_blocks)](
         query,
         key,
         value,
@@ -395,12 +399,14 @@ def _gluon_attention(
         partial,
         maximum,
         total,
+        spans,
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
         position_stride,
         *mask_strides,
         columns,
+        rows,
         heads,
         new_tokens,
         capacity,
@@ -418,27 +424,27 @@ def _gluon_attention(
         VALUE_BITS=layouts[1].bits,
         VALUE_LOW=dtype == torch.bfloat16,  # one part of 8 bits would be too coarse
         PAIRED=paired,
+        ROW_BLOCK=max(32, _power(rows)) if ragged else 1,
         SIGNAL=dependent,
         num_warps=1,
     )
-    channels, warps = next(shape for most, shape in COMBINE_SHAPES.items() if splits <= most)
-    all_splits = _power(splits)
+    most = min(_power(2 * splits if ragged else splits), 256)
+    channels, warps = next(shape for slots, shape in COMBINE_SHAPES.items() if most <= slots)
     merge_kernel[(rows * heads, query_rows, _blocks(dim, channels))](
         partial,
         maximum,
         total,
+        spans,
         position,
         out,
         position_stride,
         heads,
         new_tokens,
         capacity,
-        splits,
         REPEATS=repeats,
         DIM=dim,
         CHANNELS=min(channels, dim),
-        ALL_SPLITS=all_splits,
-        SPLITS=min(all_splits, 256),
+        SPLITS=most,
         WAIT=dependent,
         num_warps=warps,
         **({"launch_pdl": True} if dependent else {}),
