@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_NONE
-from kivi_ops.kernels.common import narrow, row_span, visible_boundary, widen
+from kivi_ops.kernels.common import narrow, own_tokens, row_span, visible_boundary, widen
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no inline assembly
 
@@ -266,6 +266,36 @@ def mask_logits(
     return tl.where(visible, logits, float("-inf"))
 
 
+@triton.jit
+def assignment(
+    index,
+    splits,
+    position_ptr,
+    position_stride,
+    left_padding_ptr,
+    rows,
+    new_tokens,
+    capacity,
+    CHUNK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+):
+    """Deal the rows * splits programs of a head to rows: one to each, the others in proportion to lengths. Every program does it alone.
+
+    Returns for program ``index`` its row (``rows``: it has none), the row's first program and how many the row has.
+    """
+    row = tl.arange(0, ROW_BLOCK)
+    real = row < rows
+    start = tl.load(position_ptr + row * position_stride, mask=real, other=0).to(tl.int64)
+    padding = tl.load(left_padding_ptr + row, mask=real, other=0)
+    first, end = own_tokens(start, padding, new_tokens, capacity)
+    work = tl.where(real, tl.maximum(end, 0) // CHUNK + 2, 0)
+    share = tl.where(real, 1 + work * ((splits - 1) * rows) // tl.sum(work, 0), 0)
+    last = tl.cumsum(share, 0)
+    before = real & (last <= index)
+    mine = tl.sum(before.to(tl.int32), 0)
+    return mine, tl.max(tl.where(before, last, 0), 0), tl.sum(tl.where(row == mine, share, 0), 0)
+
+
 # ------------------------------------------------------------------------------------------------------------ slices
 
 
@@ -409,6 +439,7 @@ def decode_kernel(
     partial_ptr,
     maximum_ptr,
     total_ptr,
+    spans_ptr,
     query_row_stride,
     query_head_stride,
     query_token_stride,
@@ -427,6 +458,7 @@ def decode_kernel(
     mask_token_stride,
     mask_column_stride,
     mask_columns,
+    rows,
     heads,
     new_tokens,
     capacity,
@@ -443,14 +475,16 @@ def decode_kernel(
     KEY_TOKENS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_TOKENS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
     SIGNAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program: ROWS query rows of one batch row and KV head over chunks and slices ``split``, ``split + splits``, ... of its tokens.
 
-    Query rows are the REPEATS query heads of the KV head for each new token. Grid: (B * H * splits, query blocks). Writes maximum (base 2;
-    -inf where the split saw nothing, and then nothing else counts) and total float32 [B * H, splits, rows] and the weighted sum
-    [B * H, splits, rows, D]. SIGNAL: the combine may be launched while this kernel ends.
+    Query rows are the REPEATS query heads of the KV head for each new token. Grid: (B * H, splits, query blocks), or with ROW_BLOCK > 1
+    (H, B * splits, query blocks) and programs dealt to rows by :func:`assignment`. Writes to a slot of its own maximum (base 2; -inf where
+    the split saw nothing, and then nothing else counts) and total float32 [slots, rows] and the weighted sum [slots, rows, D]; and
+    spans int32 [B * H, 2], the first slot of a row and head and their number. SIGNAL: the combine may be launched while this kernel ends.
     """
     T: tl.constexpr = key_window_ptr.dtype.element_ty
     CHUNK: tl.constexpr = KEY_TOKENS if KEY_TOKENS > VALUE_TOKENS else VALUE_TOKENS
@@ -468,9 +502,25 @@ def decode_kernel(
     REST: tl.constexpr = 8192.0 if T == tl.bfloat16 else 1.0
     QUERY_UP: tl.constexpr = 2.0**60 if T == tl.bfloat16 else 1.0  # queries are carried times this: products with codes stay normal
 
-    split = tl.program_id(0) % splits
-    row_head = (tl.program_id(0) // splits).to(tl.int64)
-    row, head = row_head // heads, row_head % heads
+    if ROW_BLOCK == 1:
+        row_head = tl.program_id(0).to(tl.int64)
+        split = tl.program_id(1)
+        row, head = row_head // heads, row_head % heads
+        first_slot = row_head * splits
+    else:
+        head = tl.program_id(0).to(tl.int64)
+        first_slot = head * rows * splits
+        row, begin, splits = assignment(
+            tl.program_id(1), splits, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
+        )
+        if row >= rows:
+            return
+        row_head = row * heads + head
+        split = tl.program_id(1) - begin
+        first_slot += begin
+    if (split == 0) & (tl.program_id(2) == 0):
+        tl.store(spans_ptr + 2 * row_head, first_slot.to(tl.int32))
+        tl.store(spans_ptr + 2 * row_head + 1, splits)
     start, padding, first, end = row_span(position_ptr, position_stride, left_padding_ptr, row, new_tokens, capacity)
     end = tl.where(start + new_tokens > capacity, 0, end)  # the row will be NaN: the combine's work
     key_boundary = visible_boundary(tl.load(sealed_ptr + 2 * row), first, AFTER)
@@ -484,7 +534,7 @@ def decode_kernel(
     channel = tl.arange(0, HALF)
     token_in_slice = tl.arange(0, SLICE)
     group_8 = tl.arange(0, 8)
-    query_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    query_row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     query_rows = new_tokens * REPEATS
     query_head = head * REPEATS + query_row % REPEATS
     query_token = (query_row // REPEATS).to(tl.int64)
@@ -493,7 +543,7 @@ def decode_kernel(
     # The product with the identity puts the query where the tensor cores leave their results, which is where the parts of a row meet for
     # free. It is carried times a power of two for each row.
     row_16 = tl.arange(0, 2 * ROWS)
-    at = tl.program_id(1) * ROWS + row_16
+    at = tl.program_id(2) * ROWS + row_16
     query_at = (head * REPEATS + at % REPEATS) * query_head_stride + (at // REPEATS).to(tl.int64) * query_token_stride
     query_at = query_ptr + row * query_row_stride + query_at[:, None] + channel.to(tl.int64)[None, :] * query_channel_stride
     real = ((row_16 < ROWS) & (at < query_rows))[:, None] & (channel >= 0)[None, :]
@@ -630,7 +680,7 @@ def decode_kernel(
 
     if SIGNAL:
         tl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    slot = (row_head * splits + split) * query_rows + query_row
+    slot = (first_slot + split) * query_rows + query_row
     # A NaN total must be seen by the combine, even where no logit was a number.
     tl.store(maximum_ptr + slot, tl.where(total != total, total, shift), mask=query_row < query_rows)
     tl.store(total_ptr + slot, total, mask=query_row < query_rows)

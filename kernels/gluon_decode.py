@@ -2,18 +2,24 @@
 
 What makes it fast (measured; the arithmetic budget is under three lane operations an element):
 
-- Operands are swapped: codes are the A operand (tokens or channels by 16), up to 8 query rows of one KV head are the N of an ``m16n8k16``.
-- A field masked in place in a 16-bit word *is* a subnormal of the cache's dtype, code * 2^-24 (float16) or 2^-133 (bfloat16) times a power
-  of two for its place in the byte, and tensor cores keep subnormals. So unpacking is one ``and`` for two elements. Fields of a word belong to
-  different groups (:mod:`kivi_ops.kernels.layout`), so each has a product of its own and nothing is shuffled.
+- Operands are swapped: codes are the A operand, 16 tokens or channels by 16, and up to 8 columns of the B operand are query rows of a KV head.
+- A field masked in place in a 16-bit word *is* a subnormal of the cache's dtype, code * 2^-24 (float16) or 2^-133 (bfloat16) times a
+  power of two for its place in the byte, and tensor cores keep subnormals. So unpacking is one ``and`` for two elements. Fields of a word
+  belong to different groups (:mod:`kivi_ops.kernels.layout`), so each has a product of its own and nothing is shuffled.
 - The grid goes into the small operand: logits = (q * scale) . code + q . min, output = (p * scale) . code + p . min.
-- A rounded product q * scale, weight p or product p * scale would each cost an error of 2^-12 of its size in every term, which Values of
-  zero mean do not average away. Each is carried as two parts, high + low, with a product each.
 - A record's Key half and Value half arrive by separate asynchronous copies into single buffers; each is requested while the other is used.
 
-Whole chunks of sealed tokens (one Key and one Value record, or two of the shorter with mixed bits) are dealt to a row's splits in turn. What
-is left of a row (sealed tokens of its last records, the windows, the new tokens) follows as *slices* of 32 tokens, dealt on in turn: more
-work of the same kind, not another launch. Every split leaves its maximum, total and weighted sum to :mod:`kivi_ops.kernels.combine`.
+And exact enough (contract section 7):
+
+- Rounding q * scale would move logits by an amount that grows with q. So it is carried in two parts, what was rounded and what that lost:
+  beside each other in the 8 columns where a program has at most 4 query rows (PAIRED), else in a product each.
+- Weights p, and p * scale, are rounded once each in float16, as flash attention rounds its weights; in bfloat16, 8 times as coarse, they
+  are carried in two parts also (VALUE_LOW).
+- Tensor cores truncate when they accumulate. A chunk is added up on its own, then to the rest in float32, rounded.
+
+Whole chunks of sealed tokens (one Key and one Value record, or two of the shorter with mixed bits) are dealt to a row's splits in turn.
+What is left of a row (sealed tokens of its last records, the windows, the new tokens) follows as *slices* of 32 tokens, dealt on in turn:
+more work of the same kind, not another launch. Every split leaves its maximum, total and weighted sum to :mod:`kivi_ops.kernels.combine`.
 
 Serves G = 32, D_k = D_v of 64 or 128, 2 and 4 bits, metadata in the cache's dtype. Must not know of sealing or launches.
 """
@@ -29,6 +35,7 @@ from kivi_ops.kernels import common
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_NONE
 
 row_span = gluon.jit(common.row_span.fn)
+own_tokens = gluon.jit(common.own_tokens.fn)
 visible_boundary = gluon.jit(common.visible_boundary.fn)
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # renamed after Triton 3.6
 
@@ -40,6 +47,7 @@ A = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 B = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # 16 bytes a lane
 SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # ldmatrix without bank conflicts
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # batch rows
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ACROSS = gl.constexpr(gl.SliceLayout(0, MMA.value))  # a vector over query rows
 DOWN = gl.constexpr(gl.SliceLayout(1, MMA.value))  # a vector over tokens or channels
@@ -101,7 +109,8 @@ def weights_assembly(kind):
 def spread_assembly(first_row, count, width):
     """From an accumulator [16, 8]: the sums of ``count`` runs of ``width`` rows from ``first_row`` on, each spread over all rows."""
     source = 4 * count + (2 if first_row >= 8 else 0)
-    text = f"{{ .reg .b32 lane; .reg .f32 u, v, w; mov.u32 lane, %laneid; and.b32 lane, lane, 3; mov.f32 u, ${source}; mov.f32 v, ${source + 1};\n"
+    text = f"{{ .reg .b32 lane; .reg .f32 u, v, w; mov.u32 lane, %laneid; and.b32 lane, lane, 3;\n"
+    text += f"mov.f32 u, ${source}; mov.f32 v, ${source + 1};\n"
     distance = 1
     while distance < width:
         for name in "uv":
@@ -348,6 +357,44 @@ def finite_shift(maximum):
     return gl.where(maximum == float("-inf"), 0.0, maximum)
 
 
+# ----------------------------------------------------------------------------------------------------------- assignment
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def assignment(
+    index,
+    splits,
+    position_ptr,
+    position_stride,
+    left_padding_ptr,
+    rows,
+    new_tokens,
+    capacity,
+    CHUNK: gl.constexpr,
+    ROW_BLOCK: gl.constexpr,
+):
+    """Deal the rows * splits programs of a head to rows: one to each, the others in proportion to lengths. Every program does it alone.
+
+    Returns for program ``index`` its row (``rows``: it has none), the row's first program and how many the row has.
+    """
+    row = gl.arange(0, ROW_BLOCK, LINE)
+    real = row < rows
+    start = gl.load(position_ptr + row * position_stride, real, 0).to(gl.int64)
+    padding = gl.load(left_padding_ptr + row, real, 0)
+    first, end = own_tokens(start, padding, new_tokens, capacity)
+    work = gl.where(real, gl.maximum(end, 0) // CHUNK + 2, 0)
+    share = gl.where(real, 1 + work * ((splits - 1) * rows) // gl.sum(work, 0), 0)
+    last = gl.associative_scan(share, 0, add)
+    before = real & (last <= index)
+    mine = gl.sum(before.to(gl.int32), 0)
+    return mine, gl.max(gl.where(before, last, 0), 0), gl.sum(gl.where(row == mine, share, 0), 0)
+
+
 # --------------------------------------------------------------------------------------------------------------- slices
 #
 # A slice has sealed tokens, float ones or both, on the Key and the Value side. All that it may need is requested at once, by loads that are
@@ -442,6 +489,7 @@ def decode_kernel(
     partial_ptr,
     maximum_ptr,
     total_ptr,
+    spans_ptr,
     query_row_stride,
     query_head_stride,
     query_token_stride,
@@ -457,6 +505,7 @@ def decode_kernel(
     mask_token_stride,
     mask_column_stride,
     mask_columns,
+    rows,
     heads,
     new_tokens,
     capacity,
@@ -474,6 +523,7 @@ def decode_kernel(
     VALUE_BITS: gl.constexpr,
     VALUE_LOW: gl.constexpr,
     PAIRED: gl.constexpr,
+    ROW_BLOCK: gl.constexpr,
     SIGNAL: gl.constexpr,
 ):
     """One program: 8 query rows of one batch row and KV head over the chunks and slices ``split``, ``split + splits``, ... of its tokens.
@@ -503,9 +553,26 @@ def decode_kernel(
     WEIGHT_UP: gl.constexpr = 40 if BF16 else 10  # and weights times 2^this, so that small ones stay normal in T
     SCALE_ROOM: gl.constexpr = 79 if BF16 else 4  # with Value scales from 2^this up, weights are carried smaller instead
 
-    row_head = gl.program_id(0)
-    split = gl.program_id(1)
-    row, head = row_head // heads, row_head % heads
+    if ROW_BLOCK == 1:
+        row_head = gl.program_id(0)
+        split = gl.program_id(1)
+        row, head = row_head // heads, row_head % heads
+        first_slot = row_head * splits
+    else:
+        head = gl.program_id(0)
+        index = gl.program_id(1)
+        slots = rows * splits
+        row, begin, splits = assignment(
+            index, splits, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
+        )
+        if row >= rows:
+            return
+        row_head = row * heads + head
+        split = index - begin
+        first_slot = head * slots + begin
+    if (split == 0) & (gl.program_id(2) == 0):
+        gl.store(spans_ptr + 2 * row_head, first_slot)
+        gl.store(spans_ptr + 2 * row_head + 1, splits)
     key_words = gl.allocate_shared_memory(gl.uint16, [32 * KEY_RUN, 64], SWIZZLED)
     key_scales = gl.allocate_shared_memory(T, [KEY_FIELDS * KEY_RUN, 64], PLAIN)
     key_minima = gl.allocate_shared_memory(T, [16, 64], SWIZZLED)
@@ -811,7 +878,7 @@ def decode_kernel(
     if SIGNAL:  # the combine may start to launch
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     query_rows = new_tokens * REPEATS
-    slot = (row_head.to(gl.int64) * splits + split) * query_rows + query_row
+    slot = (first_slot + split).to(gl.int64) * query_rows + query_row
     real = (query_row < query_rows) & (column < ROWS)
     gl.store(maximum_ptr + slot, gl.where(total != total, total, maximum), real)
     gl.store(total_ptr + slot, total, real)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,9 +37,10 @@ SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each mu
 DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
 DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
-# By the number of splits up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
-# while the splits are still at work.
-COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 1 << 30: (32, 4)}
+DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
+# By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they become
+# resident while the splits are still at work.
+COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 256: (32, 4)}
 
 
 def _power(n: int) -> int:
@@ -375,14 +376,13 @@ def _gluon_attention(
     query_rows = new_tokens * repeats
     paired = query_rows <= 4
     query_blocks = _blocks(query_rows, 8)
-    splits = _splits(query, rows * heads * query_blocks, capacity)
-    dependent = _dependent(query.device)
-    out, partial, maximum, total = _split_results(query, rows * heads, splits, query_rows)
+    splits = _split(query, heads, query_blocks, capacity)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     position_stride = _position_stride(position, rows)
     shared_mask = mask_strides[1] == 0 and (mask_strides[2] == 0 or new_tokens == 1)
     gluon_decode = _gluon(query.device)
     assert gluon_decode is not None
-    gluon_decode.decode_kernel[(rows * heads, splits, query_blocks)](
+    gluon_decode.decode_kernel[splits.grid](
         query,
         key,
         value,
@@ -396,22 +396,21 @@ def _gluon_attention(
         left_padding,
         position,
         mask,
-        partial,
-        maximum,
-        total,
+        *splits.results,
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
         position_stride,
         *mask_strides,
         columns,
+        rows,
         heads,
         new_tokens,
         capacity,
         key_window.shape[2],
         key_records.shape[2],
         value_records.shape[2],
-        splits,
+        splits.count,
         scale,
         AFTER=seal == "after_attention",
         MASK=kind,
@@ -422,10 +421,11 @@ def _gluon_attention(
         VALUE_BITS=layouts[1].bits,
         VALUE_LOW=dtype == torch.bfloat16,  # one part of 8 bits would be too coarse
         PAIRED=paired,
-        SIGNAL=dependent,
+        ROW_BLOCK=splits.row_block,
+        SIGNAL=_dependent(query.device),
         num_warps=1,
     )
-    _merge(partial, maximum, total, position, out, heads, capacity)
+    _merge(splits, position, out, heads, capacity)
     return out
 
 
@@ -448,11 +448,9 @@ def _portable_attention(
     rows, query_heads, new_tokens, dim = query.shape
     heads = value.shape[1]
     repeats = query_heads // heads
-    query_rows = new_tokens * repeats
-    query_blocks = _blocks(query_rows, 8)
-    splits = _splits(query, rows * heads * query_blocks, capacity)
-    out, partial, maximum, total = _split_results(query, rows * heads, splits, query_rows)
-    decode_kernel[(rows * heads * splits, query_blocks)](
+    splits = _split(query, heads, _blocks(new_tokens * repeats, 8), capacity)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    decode_kernel[splits.grid](
         query,
         key,
         value,
@@ -466,22 +464,21 @@ def _portable_attention(
         left_padding,
         position,
         mask,
-        partial,
-        maximum,
-        total,
+        *splits.results,
         *query.stride(),
         *key.stride(),
         *value.stride(),
         _position_stride(position, rows),
         *mask_strides,
         columns,
+        rows,
         heads,
         new_tokens,
         capacity,
         key_window.shape[2],
         key_records.shape[2],
         value_records.shape[2],
-        splits,
+        splits.count,
         scale,
         AFTER=seal == "after_attention",
         MASK=kind,
@@ -491,51 +488,57 @@ def _portable_attention(
         KEY_TOKENS=layouts[0].tokens,
         VALUE_BITS=layouts[1].bits,
         VALUE_TOKENS=layouts[1].tokens,
+        ROW_BLOCK=splits.row_block,
         SIGNAL=_dependent(query.device),
         STAGES=DECODE_STAGES,
         num_warps=1,
         enable_fp_fusion=True,
     )
-    _merge(partial, maximum, total, position, out, heads, capacity)
+    _merge(splits, position, out, heads, capacity)
     return out
 
 
-def _splits(query: Tensor, others: int, capacity: int) -> int:
-    """How many programs of a decode kernel share the tokens of a row: one wave in all, of which there are ``others`` for other reasons."""
+class Splits(NamedTuple):
+    """How the programs of a decode kernel share the tokens of rows, and what they leave for the merge."""
+
+    count: int  # a row and head's, on average
+    grid: tuple[int, int, int]
+    row_block: int  # rows at most that programs are dealt to by length; 1: every row gets the same number
+    results: tuple[Tensor, Tensor, Tensor, Tensor]  # weighted sums, maxima, totals; of a row and head the first slot and their number
+
+
+def _split(query: Tensor, heads: int, query_blocks: int, capacity: int) -> Splits:
+    """One wave of programs in all."""
+    rows, query_heads, new_tokens, dim = query.shape
     wave = DECODE_PROGRAMS * _multiprocessors(query.device)
-    return min(max(1, wave // max(1, others)), _blocks(capacity, 32))
-
-
-def _split_results(query: Tensor, rows: int, splits: int, query_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output, and what the splits leave for it: weighted sums, maxima and totals."""
-    slots = (rows, splits, query_rows)
-    partial = query.new_empty((*slots, query.shape[3]), dtype=torch.float32)
+    count = min(max(1, wave // (rows * heads * query_blocks)), _blocks(capacity, 32), DECODE_SPLITS)
+    ragged = rows > 1 and count > 1
+    grid = (heads, rows * count) if ragged else (rows * heads, count)
+    slots = (rows * heads * count, query_heads // heads * new_tokens)
+    partial = query.new_empty((*slots, dim), dtype=torch.float32)
     maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(query, memory_format=torch.contiguous_format), partial, maximum, total
+    spans = query.new_empty((rows * heads, 2), dtype=torch.int32)
+    return Splits(count, (*grid, query_blocks), max(32, _power(rows)) if ragged else 1, (partial, maximum, total, spans))
 
 
-def _merge(partial: Tensor, maximum: Tensor, total: Tensor, position: Tensor, out: Tensor, heads: int, capacity: int) -> None:
-    row_heads, splits, query_rows, dim = partial.shape
-    new_tokens = out.shape[2]
+def _merge(splits: Splits, position: Tensor, out: Tensor, heads: int, capacity: int) -> None:
+    rows, query_heads, new_tokens, dim = out.shape
+    repeats = query_heads // heads
     dependent = _dependent(out.device)
-    channels, warps = next(shape for most, shape in COMBINE_SHAPES.items() if splits <= most)
-    all_splits = _power(splits)
-    merge_kernel[(row_heads, query_rows, _blocks(dim, channels))](
-        partial,
-        maximum,
-        total,
+    most = min(_power(2 * splits.count if splits.row_block > 1 else splits.count), 256)
+    channels, warps = next(shape for slots, shape in COMBINE_SHAPES.items() if most <= slots)
+    merge_kernel[(rows * heads, repeats * new_tokens, _blocks(dim, channels))](
+        *splits.results,
         position,
         out,
-        _position_stride(position, out.shape[0]),
+        _position_stride(position, rows),
         heads,
         new_tokens,
         capacity,
-        splits,
-        REPEATS=query_rows // new_tokens,
+        REPEATS=repeats,
         DIM=dim,
         CHANNELS=min(channels, dim),
-        ALL_SPLITS=all_splits,
-        SPLITS=min(all_splits, 256),
+        SPLITS=most,
         WAIT=dependent,
         num_warps=warps,
         enable_fp_fusion=True,
