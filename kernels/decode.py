@@ -35,7 +35,7 @@ ROWS = tl.constexpr(8)  # query rows of a program
 SLICE = tl.constexpr(32)  # tokens of one product: a group
 HALF = tl.constexpr(64)  # channels of a Key word's row, tokens of a Value word's row
 CODES = tl.constexpr(2048)  # words of either record that hold codes: SLICE * HALF
-SLICE_PLACE = tl.constexpr(4)  # where slices put a field: subnormal in both dtypes, and far from the last bit
+SLICE_PLACE = tl.constexpr(4)  # where slices put a field: subnormal in both dtypes, and far from the last bit (slice_assembly too)
 
 
 # ------------------------------------------------------------------------------------------------- places, units, assembly
@@ -68,6 +68,12 @@ def unpack_assembly(bit, bits, dtype):
     if at == bit:
         return f"and.b32 $0, $1, {mask};"
     return f"{{ .reg .b32 t; prmt.b32 t, $1, $1, 0x2301; and.b32 $0, t, {mask}; }}"  # the bytes of each word exchanged
+
+
+@triton.constexpr_function
+def slice_assembly(bits):
+    mask = ((1 << bits) - 1) * 0x10001
+    return f"{{ .reg .b32 t; shr.u32 t, $1, $2; and.b32 t, t, {mask}; shl.b32 $0, t, 4; }}"
 
 
 @triton.constexpr_function
@@ -107,8 +113,12 @@ def unpack(words, BIT: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def unpack_slice(words, bit, BITS: tl.constexpr, T: tl.constexpr):
     """The codes at ``bit``, known only now, as subnormals of T at SLICE_PLACE."""
-    codes = ((words >> tl.cast(bit, tl.uint16)) & ((1 << BITS) - 1)) << SLICE_PLACE
-    return codes.to(tl.uint16).to(T, bitcast=True)
+    if INTERPRET:
+        codes = (((words >> tl.cast(bit, tl.uint16)) & ((1 << BITS) - 1)) << SLICE_PLACE).to(tl.uint16).to(T, bitcast=True)
+    else:
+        ASSEMBLY: tl.constexpr = slice_assembly(BITS)
+        codes = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [words, bit], dtype=tl.int16, is_pure=True, pack=2).to(T, bitcast=True)
+    return codes
 
 
 @triton.jit
@@ -307,7 +317,6 @@ def slice_logits(
     window_ptr,
     fresh_ptr,
     token_stride,
-    channel_stride,
     boundary,
     first,
     end,
@@ -336,10 +345,10 @@ def slice_logits(
     part = begin % TOKENS // SLICE
     base = begin // TOKENS * RECORD
     words_at = record_ptr + base + (tl.arange(0, SLICE) * HALF)[None, :] + channel[:, None]
-    words = tl.load(words_at, mask=sealed & every, other=0).to(tl.uint16, bitcast=True)
+    words = tl.load(words_at, mask=(begin + 0 * token < boundary)[None, :] & every, other=0).to(tl.uint16, bitcast=True)
     meta_at = meta_ptr + base + CODES + part * DIM + channel
-    window_at = window_ptr + (token % window_rows)[None, :] * DIM + channel[:, None]
-    fresh_at = fresh_ptr + (token - first).to(tl.int64)[None, :] * token_stride + channel.to(tl.int64)[:, None] * channel_stride
+    window_at = window_ptr + (token % window_rows * DIM)[None, :] + channel[:, None]
+    fresh_at = fresh_ptr + ((token - first).to(tl.int64) * token_stride)[None, :] + channel[:, None]
     coded = tl.zeros([2 * ROWS, SLICE], tl.float32)
     floats = tl.zeros([2 * ROWS, SLICE], tl.float32)
     bias = tl.zeros([2 * ROWS, 8], tl.float32)
@@ -347,11 +356,12 @@ def slice_logits(
         grid = tl.load(meta_at + half * HALF, mask=begin + 0 * channel < boundary, other=0.0)
         minimum = tl.load(meta_at + SLICES * DIM + half * HALF, mask=begin + 0 * channel < boundary, other=0.0)
         keys = tl.load(window_at + half * HALF, mask=kept & every, other=0.0)
-        fresh = tl.load(fresh_at + half * HALF * channel_stride, mask=new & every, other=0.0)
+        fresh = tl.load(fresh_at + half * HALF, mask=new & every, other=0.0)
         high, low = times(queries[half], tl.broadcast_to(grid[None, :], [ROWS, HALF]), T)
         coded = dot(stack(high, low), unpack_slice(words, (part + half * SLICES) * BITS, BITS, T), coded)
         bias = dot(alone(queries[half]), tl.broadcast_to(minimum[:, None], [HALF, 8]), bias)
-        floats = dot(alone(queries[half]), tl.where(new, fresh, keys), floats)
+        floats = dot(alone(queries[half]), keys, floats)
+        floats = dot(alone(queries[half]), fresh, floats)
     logits = unstack(coded) * (code_to_logit * 0.5**SLICE_PLACE)[:, None] + (pick(unstack(bias), 0) * to_logit)[:, None]
     return tl.where(sealed, logits, unstack(floats) * to_logit[:, None])
 
@@ -368,7 +378,6 @@ def slice_values(
     window_ptr,
     fresh_ptr,
     token_stride,
-    channel_stride,
     boundary,
     first,
     end,
@@ -392,9 +401,12 @@ def slice_values(
     base = begin // TOKENS * RECORD
     meta_at = meta_ptr + base + CODES + local + tl.arange(0, SLICE)
     words_at = record_ptr + base + (channel * HALF)[None, :] + (local % HALF + tl.arange(0, SLICE))[:, None]
-    words = tl.load(words_at, mask=sealed[:, None] & every, other=0).to(tl.uint16, bitcast=True)
-    window_at = window_ptr + (token % window_rows)[:, None] * DIM + channel[None, :]
-    fresh_at = fresh_ptr + (token - first).to(tl.int64)[:, None] * token_stride + channel.to(tl.int64)[None, :] * channel_stride
+    words = tl.load(words_at, mask=(begin + 0 * token < boundary)[:, None] & every, other=0).to(tl.uint16, bitcast=True)
+    window_at = window_ptr + (token % window_rows * DIM)[:, None] + channel[None, :]
+    fresh_at = fresh_ptr + ((token - first).to(tl.int64) * token_stride)[:, None] + channel[None, :]
+    group_8 = tl.arange(0, 8)
+    low_at = meta_at[:, None] + (group_8 * TOKENS)[None, :] + GROUPS * TOKENS
+    minima = tl.load(low_at, mask=sealed[:, None] & (group_8 < GROUPS)[None, :], other=0.0)
     grids = ()
     for group in tl.static_range(GROUPS):
         grids = grids + (tl.load(meta_at + group * TOKENS, mask=sealed, other=0.0),)
@@ -404,16 +416,15 @@ def slice_values(
     weights = power(logits - finite[:, None])
     high, low = parts(weights, T)
     both = stack(high, low)
+    bias = unstack(dot(both, minima, tl.zeros([2 * ROWS, 8], tl.float32)))
     added = ()
     for group in tl.static_range(GROUPS):
         codes = unpack_slice(words, (local // HALF * GROUPS + group) * BITS, BITS, T)
         coded = dot(scaled_parts(high, low, grids[group], T), codes, tl.zeros([2 * ROWS, SLICE], tl.float32))
-        minimum = tl.load(meta_at + (GROUPS + group) * TOKENS, mask=sealed, other=0.0)
         values = tl.load(window_at + group * SLICE, mask=kept & every, other=0.0)
-        fresh = tl.load(fresh_at + group * SLICE * channel_stride, mask=new & every, other=0.0)
-        values = tl.where(sealed[:, None], tl.broadcast_to(minimum[:, None], [SLICE, SLICE]), tl.where(new, fresh, values))
-        floats = dot(both, values, tl.zeros([2 * ROWS, SLICE], tl.float32))
-        slice_sum = unstack(coded) * REST * unit(SLICE_PLACE, T) + unstack(floats)
+        fresh = tl.load(fresh_at + group * SLICE, mask=new & every, other=0.0)
+        floats = dot(both, fresh, dot(both, values, tl.zeros([2 * ROWS, SLICE], tl.float32)))
+        slice_sum = unstack(coded) * REST * unit(SLICE_PLACE, T) + unstack(floats) + pick(bias, group)[:, None]
         added = added + (sums[group] * decay[:, None] + slice_sum,)
     return new_shift, total * decay + tl.sum(weights, 1), added
 
@@ -443,15 +454,12 @@ def decode_kernel(
     query_row_stride,
     query_head_stride,
     query_token_stride,
-    query_channel_stride,
     key_row_stride,
     key_head_stride,
     key_token_stride,
-    key_channel_stride,
     value_row_stride,
     value_head_stride,
     value_token_stride,
-    value_channel_stride,
     position_stride,
     mask_row_stride,
     mask_head_stride,
@@ -481,10 +489,11 @@ def decode_kernel(
 ):
     """One program: ROWS query rows of one batch row and KV head over chunks and slices ``split``, ``split + splits``, ... of its tokens.
 
-    Query rows are the REPEATS query heads of the KV head for each new token. Grid: (B * H, splits, query blocks), or with ROW_BLOCK > 1
-    (H, B * splits, query blocks) and programs dealt to rows by :func:`assignment`. Writes to a slot of its own maximum (base 2; -inf where
-    the split saw nothing, and then nothing else counts) and total float32 [slots, rows] and the weighted sum [slots, rows, D]; and
-    spans int32 [B * H, 2], the first slot of a row and head and their number. SIGNAL: the combine may be launched while this kernel ends.
+    Query rows are the REPEATS query heads of the KV head for each new token. Channels of every tensor are adjacent. Grid: (B * H,
+    splits, query blocks), or with ROW_BLOCK > 1 (H, B * splits, query blocks) and programs dealt to rows by :func:`assignment`. Writes to
+    a slot of its own maximum (base 2; -inf where the split saw nothing, and then nothing else counts) and total float32 [slots, rows] and
+    the weighted sum [slots, rows, D]; and spans int32 [B * H, 2], the first slot of a row and head and their number. SIGNAL: the combine
+    may be launched while this kernel ends.
     """
     T: tl.constexpr = key_window_ptr.dtype.element_ty
     CHUNK: tl.constexpr = KEY_TOKENS if KEY_TOKENS > VALUE_TOKENS else VALUE_TOKENS
@@ -545,12 +554,12 @@ def decode_kernel(
     row_16 = tl.arange(0, 2 * ROWS)
     at = tl.program_id(2) * ROWS + row_16
     query_at = (head * REPEATS + at % REPEATS) * query_head_stride + (at // REPEATS).to(tl.int64) * query_token_stride
-    query_at = query_ptr + row * query_row_stride + query_at[:, None] + channel.to(tl.int64)[None, :] * query_channel_stride
+    query_at = query_ptr + row * query_row_stride + query_at[:, None] + channel[None, :]
     real = ((row_16 < ROWS) & (at < query_rows))[:, None] & (channel >= 0)[None, :]
     identity = narrow(tl.where(channel[:, None] == channel[None, :], 1.0, 0.0), T)
     exact = ()
     for half in tl.static_range(HALVES):
-        query = tl.load(query_at + half * HALF * query_channel_stride, mask=real, other=0.0)
+        query = tl.load(query_at + half * HALF, mask=real, other=0.0)
         exact = exact + (unstack(dot(query, identity, tl.zeros([2 * ROWS, HALF], tl.float32))),)
     query_most = tl.max(tl.abs(exact[0]), 1)
     if HALVES == 2:
@@ -666,7 +675,7 @@ def decode_kernel(
     for index in tl.range((split + splits - chunks % splits) % splits, slices, splits, num_stages=1):
         begin = chunks * CHUNK + index * SLICE
         logit = slice_logits(
-            begin, key_words_ptr, key_meta_ptr, key_window_ptr, key_ptr, key_token_stride, key_channel_stride, key_boundary, first, end,
+            begin, key_words_ptr, key_meta_ptr, key_window_ptr, key_ptr, key_token_stride, key_boundary, first, end,
             window_rows, queries, to_logit, code_to_logit, DIM, KEY_BITS, KEY_TOKENS, T,
         )  # fmt: skip
         logit = mask_logits(
@@ -675,7 +684,7 @@ def decode_kernel(
         )  # fmt: skip
         shift, total, sums = slice_values(
             begin, logit, shift, total, sums, value_words_ptr, value_meta_ptr, value_window_ptr, value_ptr, value_token_stride,
-            value_channel_stride, value_boundary, first, end, window_rows, DIM, VALUE_BITS, VALUE_TOKENS, REST, T,
+            value_boundary, first, end, window_rows, DIM, VALUE_BITS, VALUE_TOKENS, REST, T,
         )  # fmt: skip
 
     if SIGNAL:

@@ -445,6 +445,7 @@ def _portable_attention(
     seal: str,
 ) -> Tensor:
     key_records, value_records, key_window, value_window, sealed, left_padding, position = state
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     rows, query_heads, new_tokens, dim = query.shape
     heads = value.shape[1]
     repeats = query_heads // heads
@@ -465,9 +466,9 @@ def _portable_attention(
         position,
         mask,
         *splits.results,
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
         _position_stride(position, rows),
         *mask_strides,
         columns,
