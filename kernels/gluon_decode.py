@@ -407,7 +407,8 @@ def float_rows(buffer, window_at, fresh_at, token_stride, begin, boundary, first
     held = begin + gl.arange(0, 32, gl.SliceLayout(1, COPY))
     kept_at = window_at + (held % window_rows).to(gl.int64) * DIM
     fresh_rows = fresh_at + (held - first).to(gl.int64) * token_stride
-    at = gl.where(held < first, kept_at, fresh_rows)[:, None]
+    # Triton 3.9 forgets the alignment of what it chooses between; launchers see to it.
+    at = gl.multiple_of(gl.where(held < first, kept_at, fresh_rows), 16)[:, None]
     wanted = ((held >= boundary) & (held < end))[:, None]
     for half in gl.static_range(DIM // 64):
         column = (64 * half + gl.arange(0, 64, gl.SliceLayout(0, COPY)))[None, :]

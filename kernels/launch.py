@@ -368,8 +368,7 @@ def _gluon_attention(
 ) -> Tensor:
     key_records, value_records, key_window, value_window, sealed, left_padding, position = state
     dtype = query.dtype
-    # Rows are copied 16 bytes at a time.
-    key, value = (x if all(stride % 16 == 0 for stride in x.stride()[:3]) else x.contiguous() for x in (key, value))
+    key, value = _aligned(key), _aligned(value)  # rows are copied 16 bytes at a time
     rows, query_heads, new_tokens, dim = query.shape
     heads = value.shape[1]
     repeats = query_heads // heads
@@ -497,6 +496,12 @@ def _portable_attention(
     )
     _merge(splits, position, out, heads, capacity)
     return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    if x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:3]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Splits(NamedTuple):
