@@ -409,7 +409,7 @@ def _gluon_attention(
         key_window.shape[2],
         key_records.shape[2],
         value_records.shape[2],
-        splits.count,
+        splits.average,
         scale,
         AFTER=seal == "after_attention",
         MASK=kind,
@@ -478,7 +478,7 @@ def _portable_attention(
         key_window.shape[2],
         key_records.shape[2],
         value_records.shape[2],
-        splits.count,
+        splits.average,
         scale,
         AFTER=seal == "after_attention",
         MASK=kind,
@@ -507,7 +507,7 @@ def _aligned(x: Tensor) -> Tensor:
 class Splits(NamedTuple):
     """How the programs of a decode kernel share the tokens of rows, and what they leave for the merge."""
 
-    count: int  # a row and head's, on average
+    average: int  # number of a row and head
     grid: tuple[int, int, int]
     row_block: int  # rows at most that programs are dealt to by length; 1: every row gets the same number
     results: tuple[Tensor, Tensor, Tensor, Tensor]  # weighted sums, maxima, totals; of a row and head the first slot and their number
@@ -531,7 +531,7 @@ def _merge(splits: Splits, position: Tensor, out: Tensor, heads: int, capacity: 
     rows, query_heads, new_tokens, dim = out.shape
     repeats = query_heads // heads
     dependent = _dependent(out.device)
-    most = min(_power(2 * splits.count if splits.row_block > 1 else splits.count), 256)
+    most = min(_power(2 * splits.average if splits.row_block > 1 else splits.average), 256)
     channels, warps = next(shape for slots, shape in COMBINE_SHAPES.items() if most <= slots)
     merge_kernel[(rows * heads, repeats * new_tokens, _blocks(dim, channels))](
         *splits.results,
