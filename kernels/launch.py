@@ -36,8 +36,8 @@ SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each mu
 DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
 DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
-# By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they become resident
-# while the splits are still at work.
+# By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they
+# become resident while the splits are still at work.
 COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 256: (32, 4)}
 
 

@@ -77,13 +77,17 @@ def test_short_rows(format: tuple) -> None:
             twin.append(position, 1)
 
 
-@pytest.mark.parametrize("kind", ["bool", "bool_shared", "float", "float_shared", "narrow", "one_column"])
+@pytest.mark.parametrize("kind", ["bool", "bool_shared", "bool_mostly", "float", "float_shared", "float_mostly", "narrow", "one_column"])
 @pytest.mark.parametrize("name", ["2x2-D128-fp16-gqa4", "2x2-D64-bf16-gqa7", "4x2-D128-fp16-gqa2"])
 def test_masks(name: str, kind: str) -> None:
     format = FORMATS[name]
     twin = twin_of(format, 704, heads=2, left_padding=[0, 300], capacity=800)
     full = torch.rand(2, 2 * format[4], 4, 800, generator=torch.Generator().manual_seed(3))
+    mostly = torch.ones(1, 1, 1, 800, dtype=torch.bool)
+    mostly[..., [5, 140, 333, 420, 699]] = False
     mask = {
+        "bool_mostly": mostly,
+        "float_mostly": torch.where(mostly, 0.0, -2.5).to(format[3]),
         "bool": full < 0.6,
         "bool_shared": full[:, :1, :1] < 0.6,
         "float": (3 * full - 1).to(format[3]),
