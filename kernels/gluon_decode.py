@@ -411,8 +411,8 @@ def assignment(
 
 # --------------------------------------------------------------------------------------------------------------- slices
 #
-# A slice has sealed tokens, float ones or both, on the Key and the Value side. All that it may need is requested at once, by loads that are
-# masked where the tokens are of the other kind, before the products that are due are made: one memory latency a slice.
+# A slice has sealed tokens, float ones or both, on the Key and the Value side. What it may need is requested early, by loads that are
+# masked where the tokens are of the other kind, and then only the products that are due are made: hardly more than one memory latency.
 
 
 @gluon.jit
@@ -453,8 +453,28 @@ def sealed_keys(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: gl.
 
 
 @gluon.jit
+def sealed_value_scales(meta_at, begin, boundary, DIM: gl.constexpr, BITS: gl.constexpr):
+    """A tuple of scales [32, 1] of each group of channels, 0 from ``boundary`` on, and the largest of all."""
+    FIELDS: gl.constexpr = 16 // BITS
+    GROUPS: gl.constexpr = DIM // 32
+    TOKENS: gl.constexpr = 64 * FIELDS // GROUPS
+    T: gl.constexpr = meta_at.dtype.element_ty
+    token = gl.arange(0, 32, gl.SliceLayout(1, B))[:, None]
+    grids_at = meta_at + begin // TOKENS * (2048 + 128 * FIELDS) + 2048 + begin % TOKENS
+    # Loaded whole and then cut: a mask that differs between neighbours would make each load two.
+    sealed = gl.where(begin + token < boundary, -1, 0).to(gl.int16)
+    scales = ()
+    largest = gl.full([32, 1], 0.0, gl.float32, B)
+    for group in gl.static_range(GROUPS):
+        scale = keep(gl.load(grids_at + group * TOKENS + token, begin < boundary, 0.0), sealed, T)
+        scales = scales + (scale,)
+        largest = gl.maximum(largest, scale.to(gl.float32))
+    return scales, gl.max(gl.max(largest, 0), 0)
+
+
+@gluon.jit
 def sealed_values(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: gl.constexpr):
-    """Words [32, 32], a tuple of scales [32, 1] of each group, minima [16 (groups), 32], and the largest scale; 0 from ``boundary`` on."""
+    """Words [32, 32], and minima [16 (groups), 32] that are 0 from ``boundary`` on."""
     FIELDS: gl.constexpr = 16 // BITS
     GROUPS: gl.constexpr = DIM // 32
     TOKENS: gl.constexpr = 64 * FIELDS // GROUPS
@@ -462,24 +482,12 @@ def sealed_values(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: g
     row = gl.arange(0, 32, gl.SliceLayout(1, A))[:, None]
     row_16 = gl.arange(0, 16, gl.SliceLayout(1, A))[:, None]
     column = gl.arange(0, 32, gl.SliceLayout(0, A))[None, :]
-    token = gl.arange(0, 32, gl.SliceLayout(1, B))[:, None]
-    wanted = begin < boundary
     at = begin // TOKENS * (2048 + 128 * FIELDS)
     local = begin % TOKENS
-    words = gl.load(words_at + at + row * 64 + local % 64 + column, wanted, 0)
-    grids_at = meta_at + at + 2048 + local
-    # Loaded whole and then cut: a mask that differs between neighbours would make each load two.
-    sealed = gl.where(begin + token < boundary, -1, 0).to(gl.int16)
-    scales = ()
-    largest = gl.full([32, 1], 0.0, gl.float32, B)
-    for group in gl.static_range(GROUPS):
-        scale = keep(gl.load(grids_at + group * TOKENS + token, wanted, 0.0), sealed, T)
-        scales = scales + (scale,)
-        largest = gl.maximum(largest, scale.to(gl.float32))
-    minima_at = grids_at + 64 * FIELDS + row_16 % GROUPS * TOKENS + column
-    minima = gl.load(minima_at, wanted, 0.0)
-    minima = keep(minima, gl.where(begin + column < boundary, -1, 0).to(gl.int16), T)
-    return words, scales, minima, gl.max(gl.max(largest, 0), 0)
+    words = gl.load(words_at + at + row * 64 + local % 64 + column, begin < boundary, 0)
+    minima_at = meta_at + at + 2048 + local + 64 * FIELDS + row_16 % GROUPS * TOKENS + column
+    minima = gl.load(minima_at, begin < boundary, 0.0)
+    return words, keep(minima, gl.where(begin + column < boundary, -1, 0).to(gl.int16), T)
 
 
 # --------------------------------------------------------------------------------------------------------------- kernel
@@ -857,7 +865,7 @@ def decode_kernel(
         float_rows(float_values, value_window_at, value_fresh_at, value_token_stride, begin, value_boundary, first, end, window_rows, DIM)
         async_copy.commit_group()
         words, scales, minima = sealed_keys(words_at, key_at, begin, key_boundary, DIM, KEY_BITS)
-        value_word, value_grids, value_low, room = sealed_values(value_words_at, value_at, begin, value_boundary, DIM, VALUE_BITS)
+        value_grids, room = sealed_value_scales(value_at, begin, value_boundary, DIM, VALUE_BITS)
 
         logit = zero_32
         if begin < key_boundary:
@@ -876,6 +884,7 @@ def decode_kernel(
                         from_codes = mma_v2(codes, low, mma_v2(codes, high, from_codes))
                     bias_16 = mma_v2(minima[4 * half + step], query, bias_16)
             logit = from_codes * (code_to_logit * unit(0, KEY_BITS, T)) + over_rows(bias_16) * to_logit
+        value_word, value_low = sealed_values(value_words_at, value_at, begin, value_boundary, DIM, VALUE_BITS)
         async_copy.wait_group(0)
         if begin + 32 > key_boundary:
             from_floats = zero_32
