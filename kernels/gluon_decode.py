@@ -4,8 +4,8 @@ What makes it fast (measured; the arithmetic budget is under three lane operatio
 
 - Operands are swapped: codes are the A operand, 16 tokens or channels by 16, and the B operand's 8 columns are query rows of a KV head.
 - A field masked in place in a 16-bit word *is* a subnormal of the cache's dtype, code * 2^-24 (float16) or 2^-133 (bfloat16) times a
-  power of two for its place in the byte, and tensor cores keep subnormals. So unpacking is one ``and`` for two elements. Fields of a word
-  belong to different groups (:mod:`kivi_ops.kernels.layout`), so each has a product of its own and nothing is shuffled.
+  power of two for its place, and tensor cores keep subnormals. So unpacking is one ``and`` for two elements. Fields of a word belong to
+  different groups (:mod:`kivi_ops.kernels.layout`), so each has a product of its own and nothing is shuffled.
 - The grid goes into the small operand: logits = (q * scale) . code + q . min, output = (p * scale) . code + p . min.
 - A record's Key half and Value half arrive by separate asynchronous copies into single buffers; each is requested while the other is used.
 
@@ -58,14 +58,21 @@ DOWN = gl.constexpr(gl.SliceLayout(1, MMA.value))  # a vector over tokens or cha
 
 
 @triton.constexpr_function
-def unpack_assembly(bits, first, count):
-    """``count`` fields from ``first`` on of a register of two words: a mask each, and one shift for those of the high bytes."""
-    text = "{ .reg .b32 high;\n"
-    if (first + count) * bits > 8:
-        text += f"shr.u32 high, ${count}, 8;\n"
+def raised(dtype):
+    """Places by which codes are moved up in float16: tensor cores truncate at a fixed distance below its smallest normal number, and a
+    code's bits, weights of one linear scale up to bit 10, should not lie near that. bfloat16 has no room above, and no need."""
+    return 3 if dtype == gl.float16 else 0
+
+
+@triton.constexpr_function
+def unpack_assembly(bits, first, count, up):
+    """``count`` fields from ``first`` on of a register of two words, ``up`` places higher: a mask each, and a shift for each byte."""
+    word = f"${count}"
+    text = f"{{ .reg .b32 low, high; shr.u32 high, {word}, {8 - up};\n"
+    text += f"shl.b32 low, {word}, {up};\n" if up else f"mov.b32 low, {word};\n"
     for i in range(count):
         bit = (first + i) * bits
-        text += f"and.b32 ${i}, {'high' if bit >= 8 else f'${count}'}, {(((1 << bits) - 1) << bit % 8) * 0x10001:#010x};\n"
+        text += f"and.b32 ${i}, {'high' if bit >= 8 else 'low'}, {(((1 << bits) - 1) << bit % 8 + up) * 0x10001:#010x};\n"
     return text + "}"
 
 
@@ -136,9 +143,15 @@ def kind_of(dtype):
 
 
 @triton.constexpr_function
+def smallest(dtype):
+    """1 over the smallest subnormal of ``dtype``; of bfloat16's 2^133 float32 cannot hold 2^13, which the kernel calls REST."""
+    return 2.0**120 if dtype == gl.bfloat16 else 2.0**24
+
+
+@triton.constexpr_function
 def unit(field, bits, dtype):
-    """What a product with the codes of ``field``, subnormals of ``dtype``, is to be multiplied by (with 2^13 more for bfloat16: REST)."""
-    return 2.0 ** ((120 if dtype == gl.bfloat16 else 24) - field * bits % 8)
+    """What a product with the codes of ``field`` as :func:`unpack` leaves them is to be multiplied by."""
+    return smallest(dtype) / 2.0 ** (field * bits % 8 + raised(dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
@@ -146,8 +159,8 @@ def unit(field, bits, dtype):
 
 @gluon.jit
 def unpack(words, BITS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
-    """COUNT fields, from FIRST on, of uint16 words: tiles of code * 2^(bits * place in its byte) times T's smallest subnormal."""
-    TEXT: gl.constexpr = unpack_assembly(BITS, FIRST, COUNT)
+    """COUNT fields, from FIRST on, of uint16 words: tiles of code / unit(field), subnormals of T or just above."""
+    TEXT: gl.constexpr = unpack_assembly(BITS, FIRST, COUNT, raised(T))
     REGISTERS: gl.constexpr = constraints(COUNT, "=&r", 1, "r")
     if COUNT == 8:
         fields = gl.inline_asm_elementwise(TEXT, REGISTERS, [words], dtype=(gl.int16,) * 8, is_pure=True, pack=2)
@@ -883,7 +896,7 @@ def decode_kernel(
                         high, low = product(query, scales[4 * half + step], T)
                         from_codes = mma_v2(codes, low, mma_v2(codes, high, from_codes))
                     bias_16 = mma_v2(minima[4 * half + step], query, bias_16)
-            logit = from_codes * (code_to_logit * unit(0, KEY_BITS, T)) + over_rows(bias_16) * to_logit
+            logit = from_codes * (code_to_logit * smallest(T)) + over_rows(bias_16) * to_logit
         value_word, value_low = sealed_values(value_words_at, value_at, begin, value_boundary, DIM, VALUE_BITS)
         async_copy.wait_group(0)
         if begin + 32 > key_boundary:
@@ -921,7 +934,7 @@ def decode_kernel(
             for group in gl.static_range(GROUPS):
                 codes = field(value_word, bit + group * VALUE_BITS, VALUE_BITS, T)
                 high_product, low_product = weighted(high, low, value_grids[group], T)
-                whole = mma_v2(codes, low_product, mma_v2(codes, high_product, zero_32)) * REST * unit(0, VALUE_BITS, T)
+                whole = mma_v2(codes, low_product, mma_v2(codes, high_product, zero_32)) * REST * smallest(T)
                 next_sums = next_sums + (sums[group] + whole + lows[group],)
             sums = next_sums
         if begin + 32 > value_boundary:
