@@ -183,6 +183,21 @@ def test_many_heads_and_expanded_inputs() -> None:
     assert_close("attention", expected, reference, ATTENTION_TOLERANCE[torch.float16])
 
 
+@pytest.mark.parametrize("rows", [2, 7, 40])
+def test_rows_of_very_different_lengths(rows: int) -> None:
+    """Programs are dealt to rows by their lengths, rows of nothing but pads among them."""
+    padding = [0, 2000, 600, 1500, 1990, 37, 1023, *(50 * row for row in range(33))][:rows]
+    twin = twin_of(FORMATS["2x2-D128-fp16-gqa4"], 2003, heads=2, left_padding=padding, capacity=2048)
+    twin.append(0, 2000)
+    twin.step(2000, 1)
+    twin.step(2001, 2, is_causal=True)
+    positions = torch.tensor([[2003 - 11 * row] for row in range(rows)], device="cuda")  # each row elsewhere
+    query, key, value = (x.cuda() for x in twin.new(2002, 1))
+    output = launch_attention(twin.state, query, key, value, positions)
+    expected = twin.reference.attend(*twin.new(2002, 1), positions.flatten().tolist())
+    assert_close("attention", output, expected, ATTENTION_TOLERANCE[torch.float16])
+
+
 def test_a_captured_step_replays_at_any_length() -> None:
     twin = twin_of(FORMATS["2x2-D128-bf16-gqa4"], 500, capacity=512)
     query, key, value = (x.cuda() for x in twin.new(300, 1))
@@ -203,4 +218,3 @@ def test_a_captured_step_replays_at_any_length() -> None:
         expected = twin.reference.attend(*twin.new(start, 1), start)
         assert_close(f"replayed at {start}", output, expected, ATTENTION_TOLERANCE[torch.bfloat16])
         launch_append(twin.state, key, value, position)
-        twin.reference.append(*twin.new(start, 1)[1:], start)
