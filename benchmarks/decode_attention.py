@@ -110,6 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, nargs="+", default=[4], metavar="N", help="with --heads: query heads of a KV head")
     add("--dim", type=int, nargs="+", default=[128], metavar="D", help="with --heads: head size")
     add("--dtype", nargs="+", default=["float16"], choices=["float16", "bfloat16"], help="with --heads")
+    add("--no-portable", action="store_true", help="leave out the plain Triton kernel, which takes longest to compile")
     add("--ragged", action="store_true", help="with --heads: lengths from 1 K to the length given")
 
 
@@ -159,14 +160,14 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
 
         def measure(case: Case = case, lengths: list[int] = lengths) -> dict[str, Any]:
             row = float_times(len(lengths), max(lengths) + 1, case.repeats, case.dim, case.dtype)
-            return {**row, **_measure(case, lengths, machine, bandwidth, row["float_us"])}
+            return {**row, **_measure(case, lengths, machine, bandwidth, row["float_us"], portable=not options.no_portable)}
 
         report.attempt(labels, measure)
     _conclude(report)
     return report
 
 
-def _measure(case: Case, lengths: list[int], machine: Machine, bandwidth: float, float_us: float) -> dict[str, Any]:
+def _measure(case: Case, lengths: list[int], machine: Machine, bandwidth: float, float_us: float, portable: bool) -> dict[str, Any]:
     dtype, device, rows = getattr(torch, case.dtype), machine.device, len(lengths)
     config = KiviConfig(case.bits, case.bits)
     state = random_state(config, ROW_HEADS, lengths, case.dim, dtype, device)
@@ -177,6 +178,8 @@ def _measure(case: Case, lengths: list[int], machine: Machine, bandwidth: float,
     row: dict[str, Any] = {"bytes": size, "read_us": machine.plain_read_microseconds(size), "error": 0.0}
     expected = exact_attention(state, rows - 1, ROW_HEADS - 1, query, key, value, position)
     for name, kernel in kivi_kernels(state, query, key, value, position).items():
+        if name == "portable" and not portable:
+            continue
         prefix = "kivi" if name == "auto" else name
         output = kernel()[rows - 1, -case.repeats :]
         row["error"] = max(row["error"], check(f"{name} attention", output, expected))

@@ -29,8 +29,8 @@ def combine_kernel(
     """One program: CHANNELS channels of one query row. Grid: (B * H, query rows, D / CHANNELS).
 
     partial: float32 [slots, query rows, D], weighted sums; maximum (base 2) and total: float32 [slots, query rows]; spans: int32
-    [B * H, 2], the first slot of a row and head and their number. Of a slot whose maximum is -inf nothing else counts. A query row that
-    sees nothing gets 0; rows past the capacity get NaN. SPLITS: slots added up at a time. WAIT: the kernel was launched early and waits here.
+    [B * H, 2], the first slot of a row and head and their number. Of a slot whose maximum is -inf nothing else counts. A query that sees
+    nothing gets 0; rows past the capacity get NaN. SPLITS: slots added up at a time. WAIT: the kernel was launched early and waits here.
     """
     row_head = tl.program_id(0).to(tl.int64)
     query_row = tl.program_id(1)

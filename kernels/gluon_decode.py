@@ -2,10 +2,10 @@
 
 What makes it fast (measured; the arithmetic budget is under three lane operations an element):
 
-- Operands are swapped: codes are the A operand, 16 tokens or channels by 16, and up to 8 columns of the B operand are query rows of a KV head.
+- Operands are swapped: codes are the A operand, 16 tokens or channels by 16, and the B operand's 8 columns are query rows of a KV head.
 - A field masked in place in a 16-bit word *is* a subnormal of the cache's dtype, code * 2^-24 (float16) or 2^-133 (bfloat16) times a
-  power of two for its place in the byte, and tensor cores keep subnormals. So unpacking is one ``and`` for two elements. Fields of a word
-  belong to different groups (:mod:`kivi_ops.kernels.layout`), so each has a product of its own and nothing is shuffled.
+  power of two for its place, and tensor cores keep subnormals. So unpacking is one ``and`` for two elements. Fields of a word belong to
+  different groups (:mod:`kivi_ops.kernels.layout`), so each has a product of its own and nothing is shuffled.
 - The grid goes into the small operand: logits = (q * scale) . code + q . min, output = (p * scale) . code + p . min.
 - A record's Key half and Value half arrive by separate asynchronous copies into single buffers; each is requested while the other is used.
 
@@ -37,6 +37,7 @@ from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_NONE
 row_span = gluon.jit(common.row_span.fn)
 own_tokens = gluon.jit(common.own_tokens.fn)
 visible_boundary = gluon.jit(common.visible_boundary.fn)
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # renamed after Triton 3.6
 
 SLICE = gl.constexpr(32)  # tokens of a slice: a group
@@ -57,14 +58,21 @@ DOWN = gl.constexpr(gl.SliceLayout(1, MMA.value))  # a vector over tokens or cha
 
 
 @triton.constexpr_function
-def unpack_assembly(bits, first, count):
-    """``count`` fields from ``first`` on of a register of two words: a mask each, and one shift for those of the high bytes."""
-    text = "{ .reg .b32 high;\n"
-    if (first + count) * bits > 8:
-        text += f"shr.u32 high, ${count}, 8;\n"
+def raised(dtype):
+    """Places by which codes are moved up in float16: tensor cores truncate at a fixed distance below its smallest normal number, and a
+    code's bits, weights of one linear scale up to bit 10, should not lie near that. bfloat16 has no room above, and no need."""
+    return 3 if dtype == gl.float16 else 0
+
+
+@triton.constexpr_function
+def unpack_assembly(bits, first, count, up):
+    """``count`` fields from ``first`` on of a register of two words, ``up`` places higher: a mask each, and a shift for each byte."""
+    word = f"${count}"
+    text = f"{{ .reg .b32 low, high; shr.u32 high, {word}, {8 - up};\n"
+    text += f"shl.b32 low, {word}, {up};\n" if up else f"mov.b32 low, {word};\n"
     for i in range(count):
         bit = (first + i) * bits
-        text += f"and.b32 ${i}, {'high' if bit >= 8 else f'${count}'}, {(((1 << bits) - 1) << bit % 8) * 0x10001:#010x};\n"
+        text += f"and.b32 ${i}, {'high' if bit >= 8 else 'low'}, {(((1 << bits) - 1) << bit % 8 + up) * 0x10001:#010x};\n"
     return text + "}"
 
 
@@ -109,7 +117,7 @@ def weights_assembly(kind):
 def spread_assembly(first_row, count, width):
     """From an accumulator [16, 8]: the sums of ``count`` runs of ``width`` rows from ``first_row`` on, each spread over all rows."""
     source = 4 * count + (2 if first_row >= 8 else 0)
-    text = f"{{ .reg .b32 lane; .reg .f32 u, v, w; mov.u32 lane, %laneid; and.b32 lane, lane, 3;\n"
+    text = "{ .reg .b32 lane; .reg .f32 u, v, w; mov.u32 lane, %laneid; and.b32 lane, lane, 3;\n"
     text += f"mov.f32 u, ${source}; mov.f32 v, ${source + 1};\n"
     distance = 1
     while distance < width:
@@ -135,9 +143,15 @@ def kind_of(dtype):
 
 
 @triton.constexpr_function
+def smallest(dtype):
+    """1 over the smallest subnormal of ``dtype``; of bfloat16's 2^133 float32 cannot hold 2^13, which the kernel calls REST."""
+    return 2.0**120 if dtype == gl.bfloat16 else 2.0**24
+
+
+@triton.constexpr_function
 def unit(field, bits, dtype):
-    """What a product with the codes of ``field``, subnormals of ``dtype``, is to be multiplied by (with 2^13 more for bfloat16: REST)."""
-    return 2.0 ** ((120 if dtype == gl.bfloat16 else 24) - field * bits % 8)
+    """What a product with the codes of ``field`` as :func:`unpack` leaves them is to be multiplied by."""
+    return smallest(dtype) / 2.0 ** (field * bits % 8 + raised(dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
@@ -145,8 +159,8 @@ def unit(field, bits, dtype):
 
 @gluon.jit
 def unpack(words, BITS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
-    """COUNT fields, from FIRST on, of uint16 words: tiles of code * 2^(bits * place in its byte) times T's smallest subnormal."""
-    TEXT: gl.constexpr = unpack_assembly(BITS, FIRST, COUNT)
+    """COUNT fields, from FIRST on, of uint16 words: tiles of code / unit(field), subnormals of T or just above."""
+    TEXT: gl.constexpr = unpack_assembly(BITS, FIRST, COUNT, raised(T))
     REGISTERS: gl.constexpr = constraints(COUNT, "=&r", 1, "r")
     if COUNT == 8:
         fields = gl.inline_asm_elementwise(TEXT, REGISTERS, [words], dtype=(gl.int16,) * 8, is_pure=True, pack=2)
@@ -357,6 +371,19 @@ def finite_shift(maximum):
     return gl.where(maximum == float("-inf"), 0.0, maximum)
 
 
+@gluon.jit
+def open_columns(begin, mask_ptr, mask_column_stride, mask_columns, padding, wanted, COUNT: gl.constexpr, MASK: gl.constexpr):
+    """1 where a mask row shared by all queries leaves tokens ``begin`` .. + COUNT as they are, else 0: int32 [COUNT]."""
+    column = begin + padding + gl.arange(0, COUNT, LINE)
+    held = (column >= 0) & (column < mask_columns) & wanted
+    mask = gl.load(mask_ptr + column.to(gl.int64) * mask_column_stride, mask=held, other=0)
+    if MASK == MASK_BOOL:
+        leaves = mask != 0
+    else:
+        leaves = mask == 0
+    return (held & leaves).to(gl.int32)
+
+
 # ----------------------------------------------------------------------------------------------------------- assignment
 
 
@@ -397,8 +424,8 @@ def assignment(
 
 # --------------------------------------------------------------------------------------------------------------- slices
 #
-# A slice has sealed tokens, float ones or both, on the Key and the Value side. All that it may need is requested at once, by loads that are
-# masked where the tokens are of the other kind, and both products are made: one memory latency a slice and no branches.
+# A slice has sealed tokens, float ones or both, on the Key and the Value side. What it may need is requested early, by loads that are
+# masked where the tokens are of the other kind, and then only the products that are due are made: hardly more than one memory latency.
 
 
 @gluon.jit
@@ -407,8 +434,7 @@ def float_rows(buffer, window_at, fresh_at, token_stride, begin, boundary, first
     held = begin + gl.arange(0, 32, gl.SliceLayout(1, COPY))
     kept_at = window_at + (held % window_rows).to(gl.int64) * DIM
     fresh_rows = fresh_at + (held - first).to(gl.int64) * token_stride
-    # Triton 3.9 forgets the alignment of what it chooses between; launchers see to it.
-    at = gl.multiple_of(gl.where(held < first, kept_at, fresh_rows), 16)[:, None]
+    at = gl.multiple_of(gl.where(held < first, kept_at, fresh_rows)[:, None], [16, 16])
     wanted = ((held >= boundary) & (held < end))[:, None]
     for half in gl.static_range(DIM // 64):
         column = (64 * half + gl.arange(0, 64, gl.SliceLayout(0, COPY)))[None, :]
@@ -440,8 +466,28 @@ def sealed_keys(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: gl.
 
 
 @gluon.jit
+def sealed_value_scales(meta_at, begin, boundary, DIM: gl.constexpr, BITS: gl.constexpr):
+    """A tuple of scales [32, 1] of each group of channels, 0 from ``boundary`` on, and the largest of all."""
+    FIELDS: gl.constexpr = 16 // BITS
+    GROUPS: gl.constexpr = DIM // 32
+    TOKENS: gl.constexpr = 64 * FIELDS // GROUPS
+    T: gl.constexpr = meta_at.dtype.element_ty
+    token = gl.arange(0, 32, gl.SliceLayout(1, B))[:, None]
+    grids_at = meta_at + begin // TOKENS * (2048 + 128 * FIELDS) + 2048 + begin % TOKENS
+    # Loaded whole and then cut: a mask that differs between neighbours would make each load two.
+    sealed = gl.where(begin + token < boundary, -1, 0).to(gl.int16)
+    scales = ()
+    largest = gl.full([32, 1], 0.0, gl.float32, B)
+    for group in gl.static_range(GROUPS):
+        scale = keep(gl.load(grids_at + group * TOKENS + token, begin < boundary, 0.0), sealed, T)
+        scales = scales + (scale,)
+        largest = gl.maximum(largest, scale.to(gl.float32))
+    return scales, gl.max(gl.max(largest, 0), 0)
+
+
+@gluon.jit
 def sealed_values(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: gl.constexpr):
-    """Words [32, 32], a tuple of scales [32, 1] of each group, minima [16 (groups), 32], and the largest scale; 0 from ``boundary`` on."""
+    """Words [32, 32], and minima [16 (groups), 32] that are 0 from ``boundary`` on."""
     FIELDS: gl.constexpr = 16 // BITS
     GROUPS: gl.constexpr = DIM // 32
     TOKENS: gl.constexpr = 64 * FIELDS // GROUPS
@@ -449,24 +495,12 @@ def sealed_values(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: g
     row = gl.arange(0, 32, gl.SliceLayout(1, A))[:, None]
     row_16 = gl.arange(0, 16, gl.SliceLayout(1, A))[:, None]
     column = gl.arange(0, 32, gl.SliceLayout(0, A))[None, :]
-    token = gl.arange(0, 32, gl.SliceLayout(1, B))[:, None]
-    wanted = begin < boundary
     at = begin // TOKENS * (2048 + 128 * FIELDS)
     local = begin % TOKENS
-    words = gl.load(words_at + at + row * 64 + local % 64 + column, wanted, 0)
-    grids_at = meta_at + at + 2048 + local
-    # Loaded whole and then cut: a mask that differs between neighbours would make each load two.
-    sealed = gl.where(begin + token < boundary, -1, 0).to(gl.int16)
-    scales = ()
-    largest = gl.full([32, 1], 0.0, gl.float32, B)
-    for group in gl.static_range(GROUPS):
-        scale = keep(gl.load(grids_at + group * TOKENS + token, wanted, 0.0), sealed, T)
-        scales = scales + (scale,)
-        largest = gl.maximum(largest, scale.to(gl.float32))
-    minima_at = grids_at + 64 * FIELDS + row_16 % GROUPS * TOKENS + column
-    minima = gl.load(minima_at, wanted, 0.0)
-    minima = keep(minima, gl.where(begin + column < boundary, -1, 0).to(gl.int16), T)
-    return words, scales, minima, gl.max(gl.max(largest, 0), 0)
+    words = gl.load(words_at + at + row * 64 + local % 64 + column, begin < boundary, 0)
+    minima_at = meta_at + at + 2048 + local + 64 * FIELDS + row_16 % GROUPS * TOKENS + column
+    minima = gl.load(minima_at, begin < boundary, 0.0)
+    return words, keep(minima, gl.where(begin + column < boundary, -1, 0).to(gl.int16), T)
 
 
 # --------------------------------------------------------------------------------------------------------------- kernel
@@ -646,6 +680,12 @@ def decode_kernel(
     for _ in gl.static_range(VALUE_PARTS):
         low_sums = low_sums + (zero_16,)
 
+    # Most chunks of a row are hidden from nobody. Whether the next one is, is asked for an iteration ahead.
+    ASK: gl.constexpr = (MASK > 1) and MASK_SHARED
+    next_open = 0
+    if ASK:
+        next_open = open_columns(split * CHUNK, mask_base, mask_column_stride, mask_columns, padding, split < chunks, CHUNK, MASK)
+
     for chunk in range(split, chunks, splits):
         async_copy.wait_group(0)  # the Keys are here; request the Values only now
         base = chunk * VALUE_RUN * VALUE_RECORD
@@ -690,6 +730,11 @@ def decode_kernel(
                 next_logits = next_logits + tiles
             logits = next_logits
         following = chunk + splits
+        if ASK:
+            now_open = next_open
+            begin = following * CHUNK
+            wanted = following < chunks
+            next_open = open_columns(begin, mask_base, mask_column_stride, mask_columns, padding, wanted, CHUNK, MASK)
         base = following * KEY_RUN * KEY_RECORD
         fetch(key_words, key_scales, key_minima, words_at, key_at, base, following < chunks, KEY_BITS, KEY_RUN, 0)
 
@@ -702,13 +747,20 @@ def decode_kernel(
                 logit = logits[record * KEY_PARTS + part] * (code_to_logit * unit(part, KEY_BITS, T)) + shifts[part]
                 if PAIRED:
                     logit = add_pairs(logit)
-                if MASK > 1:
-                    token = chunk * CHUNK + record * KEY_TOKENS + part * 32 + token_32
-                    logit = visibility(
-                        logit, token, query_row, padding, mask_base, mask_at, mask_column_stride, mask_columns, new_tokens,
-                        REPEATS, MASK, MASK_SHARED,
-                    )  # fmt: skip
                 seen = seen + (logit,)
+        if MASK > 1:
+            shown = 0
+            if ASK:
+                shown = gl.min(now_open, 0)
+            if shown == 0:
+                masked = ()
+                for part in gl.static_range(CHUNK // 32):
+                    logit = visibility(
+                        seen[part], chunk * CHUNK + part * 32 + token_32, query_row, padding, mask_base, mask_at, mask_column_stride,
+                        mask_columns, new_tokens, REPEATS, MASK, MASK_SHARED,
+                    )  # fmt: skip
+                    masked = masked + (logit,)
+                seen = masked
         tallest = seen[0]
         for part in gl.static_range(1, CHUNK // 32):
             tallest = gl.maximum(tallest, seen[part])
@@ -813,6 +865,9 @@ def decode_kernel(
             whole += output[GROUPS + group] * REST * unit(GROUPS + group, VALUE_BITS, T)
         sums = sums + (whole + shifts[group],)
 
+    # The buffers below may take the place of those above, into which requests that nobody needed can still be under way.
+    async_copy.wait_group(0)
+    thread_barrier()
     float_keys = gl.allocate_shared_memory(T, [32, DIM], SWIZZLED)
     float_values = gl.allocate_shared_memory(T, [32, DIM], SWIZZLED)
     count = gl.cdiv(gl.maximum(end, 0) - chunks * CHUNK, 32)
@@ -823,28 +878,32 @@ def decode_kernel(
         float_rows(float_values, value_window_at, value_fresh_at, value_token_stride, begin, value_boundary, first, end, window_rows, DIM)
         async_copy.commit_group()
         words, scales, minima = sealed_keys(words_at, key_at, begin, key_boundary, DIM, KEY_BITS)
-        value_word, value_grids, value_low, room = sealed_values(value_words_at, value_at, begin, value_boundary, DIM, VALUE_BITS)
+        value_grids, room = sealed_value_scales(value_at, begin, value_boundary, DIM, VALUE_BITS)
 
-        from_codes = zero_32
-        bias_16 = zero_16
-        bit = begin % KEY_TOKENS // 32 * KEY_BITS
-        for step in gl.static_range(4):
-            for half in gl.static_range(HALVES):
-                query = queries[4 * half + step]
-                codes = field(words[step], bit + half * KEY_PARTS * KEY_BITS, KEY_BITS, T)
-                if PAIRED:
-                    both = paired_product(signed_queries[4 * half + step], query, scales[4 * half + step], T)
-                    from_codes = mma_v2(codes, both, from_codes)
-                else:
-                    high, low = product(query, scales[4 * half + step], T)
-                    from_codes = mma_v2(codes, low, mma_v2(codes, high, from_codes))
-                bias_16 = mma_v2(minima[4 * half + step], query, bias_16)
+        logit = zero_32
+        if begin < key_boundary:
+            from_codes = zero_32
+            bias_16 = zero_16
+            bit = begin % KEY_TOKENS // 32 * KEY_BITS
+            for step in gl.static_range(4):
+                for half in gl.static_range(HALVES):
+                    query = queries[4 * half + step]
+                    codes = field(words[step], bit + half * KEY_PARTS * KEY_BITS, KEY_BITS, T)
+                    if PAIRED:
+                        both = paired_product(signed_queries[4 * half + step], query, scales[4 * half + step], T)
+                        from_codes = mma_v2(codes, both, from_codes)
+                    else:
+                        high, low = product(query, scales[4 * half + step], T)
+                        from_codes = mma_v2(codes, low, mma_v2(codes, high, from_codes))
+                    bias_16 = mma_v2(minima[4 * half + step], query, bias_16)
+            logit = from_codes * (code_to_logit * smallest(T)) + over_rows(bias_16) * to_logit
+        value_word, value_low = sealed_values(value_words_at, value_at, begin, value_boundary, DIM, VALUE_BITS)
         async_copy.wait_group(0)
-        from_floats = zero_32
-        for step in gl.static_range(DIM // 16):
-            from_floats = mma_v2(float_keys.slice(16 * step, 16, 1).load(A), queries[step], from_floats)
-        sealed = from_codes * (code_to_logit * unit(0, KEY_BITS, T)) + over_rows(bias_16) * to_logit
-        logit = gl.where((token < key_boundary)[:, None], sealed, from_floats * to_logit)
+        if begin + 32 > key_boundary:
+            from_floats = zero_32
+            for step in gl.static_range(DIM // 16):
+                from_floats = mma_v2(float_keys.slice(16 * step, 16, 1).load(A), queries[step], from_floats)
+            logit = gl.where((token < key_boundary)[:, None], logit, from_floats * to_logit)
         if PAIRED:
             logit = add_pairs(logit)
         visible = (token < end)[:, None] & (query_row < new_tokens * REPEATS)[None, :]
@@ -864,17 +923,26 @@ def decode_kernel(
         p = gl.exp2(logit - shift[None, :])
         total = total * decay + gl.sum(p, 0)
         high, low = weights(p, T)
-        lows = spread(mma_v2(value_low, low, mma_v2(value_low, high, zero_16)), 0, GROUPS, 1)
-        bit = begin % VALUE_TOKENS // 64 * GROUPS * VALUE_BITS
         next_sums = ()
         for group in gl.static_range(GROUPS):
-            codes = field(value_word, bit + group * VALUE_BITS, VALUE_BITS, T)
-            high_product, low_product = weighted(high, low, value_grids[group], T)
-            whole = mma_v2(codes, low_product, mma_v2(codes, high_product, zero_32)) * REST * unit(0, VALUE_BITS, T) + lows[group]
-            values = float_values.slice(32 * group, 32, 1).permute((1, 0)).load(A)
-            whole = mma_v2(values, low, mma_v2(values, high, whole))
-            next_sums = next_sums + (sums[group] * decay[None, :] + whole,)
+            next_sums = next_sums + (sums[group] * decay[None, :],)
         sums = next_sums
+        if begin < value_boundary:
+            lows = spread(mma_v2(value_low, low, mma_v2(value_low, high, zero_16)), 0, GROUPS, 1)
+            bit = begin % VALUE_TOKENS // 64 * GROUPS * VALUE_BITS
+            next_sums = ()
+            for group in gl.static_range(GROUPS):
+                codes = field(value_word, bit + group * VALUE_BITS, VALUE_BITS, T)
+                high_product, low_product = weighted(high, low, value_grids[group], T)
+                whole = mma_v2(codes, low_product, mma_v2(codes, high_product, zero_32)) * REST * smallest(T)
+                next_sums = next_sums + (sums[group] + whole + lows[group],)
+            sums = next_sums
+        if begin + 32 > value_boundary:
+            next_sums = ()
+            for group in gl.static_range(GROUPS):
+                values = float_values.slice(32 * group, 32, 1).permute((1, 0)).load(A)
+                next_sums = next_sums + (mma_v2(values, low, mma_v2(values, high, sums[group])),)
+            sums = next_sums
 
     if SIGNAL:  # the combine may start to launch
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

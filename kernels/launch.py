@@ -38,8 +38,8 @@ DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up t
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
 DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
 DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
-# By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they become
-# resident while the splits are still at work.
+# By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they
+# become resident while the splits are still at work.
 COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 256: (32, 4)}
 
 

@@ -76,13 +76,17 @@ def test_short_rows(twin_of: Callable[..., Twin], format: tuple) -> None:
             twin.append(position, 1)
 
 
-@pytest.mark.parametrize("kind", ["bool", "bool_shared", "float", "float_shared", "narrow", "one_column"])
+@pytest.mark.parametrize("kind", ["bool", "bool_shared", "bool_mostly", "float", "float_shared", "float_mostly", "narrow", "one_column"])
 @pytest.mark.parametrize("name", ["2x2-D128-fp16-gqa4", "2x2-D64-bf16-gqa7", "4x2-D128-fp16-gqa2"])
 def test_masks(twin_of: Callable[..., Twin], name: str, kind: str) -> None:
     format = FORMATS[name]
     twin = twin_of(format, 704, heads=2, left_padding=[0, 300], capacity=800)
     full = torch.rand(2, 2 * format[4], 4, 800, generator=torch.Generator().manual_seed(3))
+    mostly = torch.ones(1, 1, 1, 800, dtype=torch.bool)
+    mostly[..., [5, 140, 333, 420, 699]] = False
     mask = {
+        "bool_mostly": mostly,
+        "float_mostly": torch.where(mostly, 0.0, -2.5).to(format[3]),
         "bool": full < 0.6,
         "bool_shared": full[:, :1, :1] < 0.6,
         "float": (3 * full - 1).to(format[3]),
@@ -176,6 +180,21 @@ def test_many_heads_and_expanded_inputs(twin_of: Callable[..., Twin]) -> None:
     assert torch.equal(twin.attend(transposed, shifted, value, torch.tensor([399], device="cuda")), expected)
     reference = twin.reference.attend(*twin.new(399, 1), 399)
     assert_close("attention", expected, reference, ATTENTION_TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("rows", [2, 7, 40])
+def test_rows_of_very_different_lengths(twin_of: Callable[..., Twin], rows: int) -> None:
+    """Programs are dealt to rows by their lengths, rows of nothing but pads among them."""
+    padding = [0, 2000, 600, 1500, 1990, 37, 1023, *(50 * row for row in range(33))][:rows]
+    twin = twin_of(FORMATS["2x2-D128-fp16-gqa4"], 2003, heads=2, left_padding=padding, capacity=2048)
+    twin.append(0, 2000)
+    twin.step(2000, 1)
+    twin.step(2001, 2, is_causal=True)
+    positions = torch.tensor([[2003 - 11 * row] for row in range(rows)], device="cuda")  # each row elsewhere
+    query, key, value = (x.cuda() for x in twin.new(2002, 1))
+    output = twin.attend(query, key, value, positions)
+    expected = twin.reference.attend(*twin.new(2002, 1), positions.flatten().tolist())
+    assert_close("attention", output, expected, ATTENTION_TOLERANCE[torch.float16])
 
 
 def test_a_captured_step_replays_at_any_length(twin_of: Callable[..., Twin]) -> None:
