@@ -29,6 +29,7 @@ TILE = 4096  # elements of a tile that is not fed to a dot: 32 registers a threa
 ATTENTION_BLOCKS = {128: (32, 32), 256: (16, 16)}
 # Of an ``append`` program, which is one warp: nothing crosses warps, and many of them hide each other's waiting.
 PROMPT_TILE = 1024  # elements of a tile: 32 registers a thread
+PROMPT_REGISTERS = 128  # of a thread: 16 programs a multiprocessor, and few spills
 STEP_TILE = 512
 STEP_TOKENS = 16  # new tokens of a step at most
 SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
@@ -650,6 +651,7 @@ def append(
             VALUE_COLUMN_BLOCK=value_columns,
             VALUE_SMALL_BLOCK=min(value_columns, _column_blocks(layouts[1], STEP_TILE)[1]),
             num_warps=1,
+            maxnreg=PROMPT_REGISTERS,
             enable_fp_fusion=False,
         )
         written = min(new_tokens, window_rows)
