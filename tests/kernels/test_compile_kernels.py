@@ -23,7 +23,8 @@ SHARED_BYTES = 99 * 1024  # of a program, on every GPU since sm_80
 
 
 # kernel - dtype - Key bits - Value bits - D - query rows - mask: bytes of spills, instructions, instructions of the main loop at most.
-# Recorded with Triton 3.6, 3.8 and 3.9, the largest of the three and 3 % more: arithmetic bounds these kernels, so an instruction more is time lost.
+# Recorded with Triton 3.6, 3.8 and 3.9, the largest of the three and 3 % more: arithmetic bounds these kernels, so an instruction more
+# is time lost.
 DECODE_CASES = {
     90: {
         "gluon-fp16-2-2-128-4-causal": (0, 4590, 1645),
