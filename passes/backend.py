@@ -223,7 +223,8 @@ def _check_no_grad(updates: Sequence[Node], needs_grad: set[Node]) -> None:
     """An update has no backward: say so now, and not when the compiled graph first runs."""
     if any(node in needs_grad for node in updates):
         raise RuntimeError(
-            "kivi::update has no backward, and its Keys or Values depend on an input that requires grad; run the model under torch.no_grad()"
+            "kivi::update has no backward, and its Keys or Values depend on an input that requires grad; run the model under "
+            "torch.no_grad()"
         )
 
 

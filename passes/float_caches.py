@@ -1,8 +1,8 @@
 """Finds attention over a model's own float cache: a buffer that the graph writes its new tokens into and then reads whole. Edits nothing.
 
 A cache is a [B, H, C, D] input of the graph (transformers' StaticCache, a model's buffer) with one write, at columns given by a tensor
-(``index_copy_``, ``c[:, :, position] = k``) or by an integer (``c[:, :, a:b] = k``, ``c.narrow(2, a, n).copy_(k)``), and one attention, which
-reads all of it after that. How attention is spelled is known to :mod:`kivi_ops.passes.match`. Must not know where the state lives.
+(``index_copy_``, ``c[:, :, position] = k``) or by an integer (``c[:, :, a:b] = k``, ``c.narrow(2, a, n).copy_(k)``), and one attention,
+which reads all of it after that. How attention is spelled is known to :mod:`kivi_ops.passes.match`. Must not know where the state lives.
 """
 
 from __future__ import annotations

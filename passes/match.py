@@ -3,7 +3,8 @@
 Here a cache is what ``kivi::update`` returns (:mod:`kivi_ops.passes.float_caches` finds the others). Matched is attention over all of
 its columns, read directly or through copies and head expansion (``unsqueeze`` + ``expand`` + ``reshape``, ``repeat_interleave``,
 ``enable_gqa``), spelled as ``scaled_dot_product_attention`` with a mask, or as ``matmul, scale, softcap, + mask, softmax, to, dropout,
-matmul``. Everything on a matched node is carried over, or the match is refused. Must not know where nodes may be moved to (:mod:`kivi_ops.passes.plan`).
+matmul``. Everything on a matched node is carried over, or the match is refused. Must not know where nodes may be moved to
+(:mod:`kivi_ops.passes.plan`).
 """
 
 from __future__ import annotations
