@@ -108,8 +108,9 @@ def _match(node: Node, uses: _Uses) -> AttentionSite:
         raise Unmatched("Keys and Values are one tensor")
     if not _same(key.position, value_.position):
         raise Unmatched(f"Keys and Values are written at positions of their own, by {described(key.node)} and {described(value_.node)}")
-    _check_position(key, uses)
-    write = FloatCache(
+    for write in (key, value_):
+        _check_position(write, uses)
+    cache = FloatCache(
         node=min(key.node, value_.node, key=uses.place.__getitem__),
         arguments={"key": key.new, "value": value_.new, "position": key.position, "capacity": value(key.cache).shape[2]},
         key=attention.key.source,
@@ -117,9 +118,9 @@ def _match(node: Node, uses: _Uses) -> AttentionSite:
         key_cache=key.cache,
         value_cache=value_.cache,
     )
-    check_reads(write, attention)
-    check_mask(write, attention)
-    return AttentionSite(write, attention, _owned(attention, {"Keys": key, "Values": value_}, uses))
+    check_reads(cache, attention)
+    check_mask(cache, attention)
+    return AttentionSite(cache, attention, _owned(attention, {"Keys": key, "Values": value_}, uses))
 
 
 # ------------------------------------------------------------------------------------------------------------- the write

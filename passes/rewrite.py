@@ -65,14 +65,16 @@ def _tensor_position(graph: Graph, write: FloatCache) -> Node:
     position = write.arguments["position"]
     if isinstance(position, Node) and isinstance(position.meta["val"], torch.Tensor):
         return position
-    with graph.inserting_before(write.node):
-        return _call(graph, write.node, aten.scalar_tensor.default, position, dtype=torch.int64, device=value(write.key_cache).device)
+    cache: Any = value(write.key_cache)
+    with graph.inserting_before(write.node), cache.fake_mode:  # no argument is a fake that would say so
+        return _call(graph, write.node, aten.scalar_tensor.default, position, dtype=torch.int64, device=cache.device)
 
 
 def _state_inputs(graph: Graph, write: FloatCache, config: KiviConfig, prefix: str) -> dict[str, Node]:
     """New inputs of the graph, after all others, for a state that fits the two caches."""
-    key, value_dim = value(write.key_cache), value(write.value_cache).shape[-1]
-    with key.fake_mode:  # type: ignore[attr-defined]
+    key: Any = value(write.key_cache)
+    value_dim = value(write.value_cache).shape[-1]
+    with key.fake_mode:
         state = KiviState.allocate(config, *key.shape, value_dim, key.dtype, key.device)
     nodes = {}
     for name, tensor in state.tensors().items():
