@@ -106,10 +106,10 @@ def _match(node: Node, uses: _Uses) -> AttentionSite:
     value_ = _find_write(attention.value.source, "Values", uses)
     if key.cache is value_.cache:
         raise Unmatched("Keys and Values are one tensor")
-    if not _same(key.position, value_.position):
-        raise Unmatched(f"Keys and Values are written at positions of their own, by {described(key.node)} and {described(value_.node)}")
     for write in (key, value_):
         _check_position(write, uses)
+    if not _same(key.position, value_.position):
+        raise Unmatched(f"Keys and Values are written at positions of their own, by {described(key.node)} and {described(value_.node)}")
     cache = FloatCache(
         node=min(key.node, value_.node, key=uses.place.__getitem__),
         arguments={"key": key.new, "value": value_.new, "position": key.position, "capacity": value(key.cache).shape[2]},
@@ -182,10 +182,11 @@ def _read_write(node: Node, cache: Node, role: str) -> FloatWrite:
     """
     unknown = Unmatched(f"the {role} cache is written by {described(node)}, in a way that the pass does not know")
     given = arguments(node) if hasattr(node.target, "_schema") else {}
+    views: tuple[Node, ...] = ()
     if is_op(node, aten.index_copy_) and given["dim"] in (2, -2):
-        target, position, new, views = given["self"], given["index"], given["source"], ()
+        target, position, new = given["self"], given["index"], given["source"]
     elif is_op(node, aten.index_put_) and not given["accumulate"] and _only_third(given["indices"]):
-        target, position, new, views = given["self"], given["indices"][2], given["values"], ()
+        target, position, new = given["self"], given["indices"][2], given["values"]
     elif is_op(node, aten.copy_):
         part, copies = unwrapped(given["self"])
         if is_op(part, aten.slice, aten.narrow):

@@ -45,7 +45,8 @@ def adopt(module: GraphModule, plans: Sequence[Plan], config: KiviConfig) -> tup
         The plans, now complete, and for each such site, in the order of the new inputs, where its state is found.
     """
     inputs = module.graph.find_nodes(op="placeholder")
-    complete, bindings = [], []
+    complete: list[Plan] = []
+    bindings: list[Binding] = []
     for plan in plans:
         write = plan.site.write
         if isinstance(write, FloatCache):
@@ -73,9 +74,9 @@ def _tensor_position(graph: Graph, write: FloatCache) -> Node:
 def _state_inputs(graph: Graph, write: FloatCache, config: KiviConfig, prefix: str) -> dict[str, Node]:
     """New inputs of the graph, after all others, for a state that fits the two caches."""
     key: Any = value(write.key_cache)
-    value_dim = value(write.value_cache).shape[-1]
+    (rows, heads, capacity, key_dim), value_dim = key.shape, value(write.value_cache).shape[-1]
     with key.fake_mode:
-        state = KiviState.allocate(config, *key.shape, value_dim, key.dtype, key.device)
+        state = KiviState.allocate(config, rows, heads, capacity, key_dim, value_dim, key.dtype, key.device)
     nodes = {}
     for name, tensor in state.tensors().items():
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):

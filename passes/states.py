@@ -6,6 +6,7 @@ float cache stays complete and is what counts: whatever in it was not written th
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class Owned:
 
     def __init__(self, key: Tensor, value: Tensor, config: KiviConfig) -> None:
         with torch.inference_mode(False):  # an inference tensor could never be written outside of inference mode again
-            self.state = KiviState.allocate(config, *key.shape, value.shape[-1], key.dtype, key.device)
+            rows, heads, capacity, key_dim = key.shape
+            self.state = KiviState.allocate(config, rows, heads, capacity, key_dim, value.shape[-1], key.dtype, key.device)
         for tensor in self.state.tensors().values():
             torch._dynamo.mark_static_address(tensor)
         self.value = TensorWeakRef(value)
@@ -87,7 +89,7 @@ def with_states(compiled: Callable[..., Any], bindings: list[Binding]) -> Callab
         pairs = [(args[binding.key], args[binding.value]) for binding in bindings]
         states = [owned_state(*pair, binding.config) for pair, binding in zip(pairs, bindings, strict=True)]
         for owned, pair, binding in zip(states, pairs, bindings, strict=True):
-            owned.catch_up(*pair, lambda binding=binding: binding.start(*args))
+            owned.catch_up(*pair, functools.partial(binding.start, *args))
         for owned in states:
             owned.versions = None  # a call that fails half way leaves nothing to rely on
         result = compiled(*args, *(tensor for owned in states for tensor in owned.state.tensors().values()))

@@ -199,11 +199,6 @@ def reads_a_prefix(cache: Tensor, position: Tensor, new: Tensor) -> Tensor:
     return F.pad(index_copy(cache, position, new)[:, :, :32], (0, 0, 0, CAPACITY - 32))
 
 
-def moves_the_position(cache: Tensor, position: Tensor, new: Tensor) -> Tensor:
-    position.add_(1)
-    return index_copy(cache, position, new)
-
-
 def moves_back(cache: Tensor, position: Tensor, new: Tensor) -> Tensor:
     position.add_(1)
     index_copy(cache, position, new)
@@ -238,12 +233,6 @@ REFUSED: dict[str, tuple[Write, Any, int, str]] = {
     "padded-prefix": (reads_a_prefix, sdpa_repeat_kv, 1, "the Keys are no cache: they come from aten."),
     "prefix": (index_copy, prefix_of_the_cache, 1, "only a part or another view of the Keys cache is read, by aten.slice ("),
     "no-mask": (index_copy, no_mask, 1, "attention over all 48 columns has no mask, so it sees unwritten ones"),
-    "positions-apart": (
-        moves_the_position,
-        sdpa_repeat_kv,
-        1,
-        "Keys and Values are written at positions of their own, by aten.index_copy_ (",
-    ),
     "position-moved": (moves_back, sdpa_repeat_kv, 1, "the position is changed in place before it is used, by aten.add_ ("),
     "columns-unknown": (index_copy, sdpa_repeat_kv, 3, "the 3 new tokens go to columns given by an input of the graph"),
 }
@@ -263,6 +252,18 @@ def test_what_is_not_understood_stays_float_with_the_reason(case: str) -> None:
     assert re.search(pattern, report.refused[0].how), report.refused[0].how
     assert report.refused[0].source
     assert not any(op.startswith("kivi") for after in recorder.after for op in after)
+
+
+def test_keys_and_values_at_positions_of_their_own_stay_float() -> None:
+    class Apart(Buffers):
+        def forward(self, x: Tensor, mask: Tensor, position: Tensor) -> Tensor:
+            query, key, value = self.project(x)
+            keys, values = index_copy(self.k_cache, position, key), index_copy(self.v_cache, position + 1, value)
+            return self.spell(query, keys, values, mask)
+
+    call(torch.compile(Apart(index_copy), backend=Recorder()), Tensor, 0)
+    report = last_report()
+    assert report is not None and "Keys and Values are written at positions of their own, by " in report.refused[0].how
 
 
 def test_strict_refuses_and_gradients_stay_float() -> None:

@@ -32,7 +32,7 @@ def _fresh_dynamo() -> None:
 
 
 def llama(attention: str = "sdpa", lossless: bool = True) -> Any:
-    """``lossless``: Keys and Values of two levels (no rotation then), which 8 bits restore: the float route's logits are the quantised ones."""
+    """``lossless``: Keys and Values of two levels (no rotation then), which 8 bits restore exactly, so that all routes agree."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
