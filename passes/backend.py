@@ -81,7 +81,8 @@ def kivi(
         _tell(RewriteReport(note=f"the graph cannot be normalised: {type(error).__name__}: {error}"), chosen.strict)
         _show(module)
         return _compile(module, example_inputs, chosen)
-    report, bindings = run_pass(normalised, KiviConfig(**chosen.config))
+    bindings: list[Binding] = []
+    report = run_pass(normalised, KiviConfig(**chosen.config), bindings)
     _tell(report, chosen.strict)
     if not updates and not report.rewritten:
         return _compile(module, example_inputs, chosen)
@@ -90,22 +91,21 @@ def kivi(
     return with_states(compiled, bindings) if bindings else compiled
 
 
-def run_pass(module: GraphModule, config: KiviConfig | None = None) -> tuple[RewriteReport, list[Binding]]:
+def run_pass(module: GraphModule, config: KiviConfig | None = None, bindings: list[Binding] | None = None) -> RewriteReport:
     """Match, plan and rewrite a normalised graph in place.
 
     Args:
         config: how the model's own float caches are quantised, ``KiviConfig()`` if None; a ``kivi::update`` has its own.
-
-    Returns:
-        The report; and for each float cache that is now attended to through a state, where that is found. The graph has their tensors as
-        further inputs, in this order.
+        bindings: is told, for each float cache that is now attended to through a state, where that is found; the graph has the states'
+            tensors as further inputs, in this order. None: float caches are left alone, for nobody would hand their states in.
     """
     settle_positions(module)
     settle_lengths(module)
     plans: list[Plan] = []
     sites: list[SiteReport] = []
     places = {node: place for place, node in enumerate(module.graph.nodes)}
-    for found in sorted([*match(module.graph), *match_float_caches(module.graph)], key=lambda found: places[found.node]):
+    candidates = match(module.graph) + ([] if bindings is None else match_float_caches(module.graph))
+    for found in sorted(candidates, key=lambda found: places[found.node]):
         outcome = plan(module.graph, found) if isinstance(found, AttentionSite) else found
         where = location(found.node)
         if isinstance(outcome, Refusal):
@@ -113,9 +113,11 @@ def run_pass(module: GraphModule, config: KiviConfig | None = None) -> tuple[Rew
         else:
             plans.append(outcome)
             sites.append(SiteReport(True, outcome.site.spelling, where.layer, where.source))
-    plans, bindings = adopt(module, plans, config or KiviConfig())
+    plans, adopted = adopt(module, plans, config or KiviConfig())
+    if bindings is not None:
+        bindings.extend(adopted)
     rewrite(module, plans)
-    return RewriteReport(tuple(sites), "" if sites else NOT_FOUND), bindings
+    return RewriteReport(tuple(sites), "" if sites else NOT_FOUND)
 
 
 class _Explained(Exception):
@@ -136,7 +138,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> RewriteRepo
         if not _updates(module) and not _attends(module):
             found.append(RewriteReport(note=NO_UPDATE))
         else:
-            found.append(run_pass(normalise(module, example_inputs))[0])
+            found.append(run_pass(normalise(module, example_inputs), bindings=[]))
         raise _Explained
 
     try:
