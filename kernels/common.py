@@ -15,6 +15,12 @@ import triton.language as tl
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@triton.constexpr_function
+def assembly_type(dtype):
+    """How PTX calls a 16-bit float."""
+    return "bf16" if dtype == tl.bfloat16 else "f16"
+
+
 @triton.jit
 def widen(x):
     """float16, bfloat16 or float32 as float32, exactly."""

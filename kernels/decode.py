@@ -9,7 +9,7 @@ is shuffled.
 q * scale, p and p * scale are carried as two parts, x rounded and what that lost: one part alone costs an error of 2^-12 of every term,
 which Values of zero mean do not average away. A program has 8 query rows; the low parts are rows 8 .. 15 of the same tensor core operand,
 so they cost no second product. And tensor cores truncate when they accumulate: every chunk is added up on its own, then to the rest in
-float32, rounded.
+float32, rounded. (Triton's interpreter has no inline assembly, hence two spellings of each tile operation.)
 
 Whole chunks of sealed tokens (one Key and one Value record, or several of the shorter one with mixed bits) are dealt to a row's splits in
 turn. What is left of a row (sealed tokens of its last records, the windows, the new tokens) follows as *slices* of 32 tokens, dealt on in
@@ -20,15 +20,11 @@ Serves G = 32, D_k = D_v of 64 or 128, 2 and 4 bits, metadata in the cache's 16-
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_NONE
-from kivi_ops.kernels.common import narrow, own_tokens, row_span, visible_boundary, widen
-
-INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no inline assembly
+from kivi_ops.kernels.common import INTERPRET, assembly_type, narrow, own_tokens, row_span, visible_boundary, widen
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROWS = tl.constexpr(8)  # query rows of a program
@@ -39,11 +35,6 @@ SLICE_PLACE = tl.constexpr(4)  # where slices put a field: subnormal in both dty
 
 
 # ------------------------------------------------------------------------------------------------- places, units, assembly
-
-
-@triton.constexpr_function
-def kind_of(dtype):
-    return "bf16" if dtype == tl.bfloat16 else "f16"
 
 
 @triton.constexpr_function
@@ -128,7 +119,7 @@ def parts(x, T: tl.constexpr):
         high = narrow(x, T)
         low = narrow(x - widen(high), T)
     else:
-        ASSEMBLY: tl.constexpr = parts_assembly(kind_of(T))
+        ASSEMBLY: tl.constexpr = parts_assembly(assembly_type(T))
         high, low = tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,f,f", [x], dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
         high, low = high.to(T, bitcast=True), low.to(T, bitcast=True)
     return high, low
@@ -141,7 +132,7 @@ def times(a, b, T: tl.constexpr):
         high = narrow(widen(a) * widen(b), T)
         low = narrow(widen(a) * widen(b) - widen(high), T)
     else:
-        ASSEMBLY: tl.constexpr = product_assembly(kind_of(T))
+        ASSEMBLY: tl.constexpr = product_assembly(assembly_type(T))
         high, low = tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r,r", [a, b], dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
         high, low = high.to(T, bitcast=True), low.to(T, bitcast=True)
     return high, low
@@ -153,7 +144,7 @@ def times_add(a, b, c, T: tl.constexpr):
     if INTERPRET:
         result = narrow(widen(a) * widen(b) + widen(c), T)
     else:
-        ASSEMBLY: tl.constexpr = f"fma.rn.{kind_of(T)}x2 $0, $1, $2, $3;"
+        ASSEMBLY: tl.constexpr = f"fma.rn.{assembly_type(T)}x2 $0, $1, $2, $3;"
         result = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [a, b, c], dtype=tl.int16, is_pure=True, pack=2).to(T, bitcast=True)
     return result
 

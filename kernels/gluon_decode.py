@@ -33,22 +33,24 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from kivi_ops.kernels import common
 from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_NONE
+from kivi_ops.kernels.common import assembly_type
 
 row_span = gluon.jit(common.row_span.fn)
 own_tokens = gluon.jit(common.own_tokens.fn)
 visible_boundary = gluon.jit(common.visible_boundary.fn)
+# Both renamed after Triton 3.6
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # renamed after Triton 3.6
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-SLICE = gl.constexpr(32)  # tokens of a slice: a group
 LOG2_E = gl.constexpr(1.4426950408889634)
+NEGATIVE_ZEROS = "0x80008000"  # added to two products they change nothing: before sm_90 bfloat16 has no other multiplication
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
 A = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 B = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # 16 bytes a lane
 SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))  # ldmatrix without bank conflicts
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # batch rows
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # batch rows, or columns of a mask
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ACROSS = gl.constexpr(gl.SliceLayout(0, MMA.value))  # a vector over query rows
 DOWN = gl.constexpr(gl.SliceLayout(1, MMA.value))  # a vector over tokens or channels
@@ -65,23 +67,23 @@ def raised(dtype):
 
 
 @triton.constexpr_function
-def unpack_assembly(bits, first, count, up):
-    """``count`` fields from ``first`` on of a register of two words, ``up`` places higher: a mask each, and a shift for each byte."""
-    word = f"${count}"
+def unpack_assembly(bits, up):
+    """All fields of a register of two words, ``up`` places higher: a mask each, and a shift for each byte."""
+    fields = 16 // bits
+    word = f"${fields}"
     text = f"{{ .reg .b32 low, high; shr.u32 high, {word}, {8 - up};\n"
     text += f"shl.b32 low, {word}, {up};\n" if up else f"mov.b32 low, {word};\n"
-    for i in range(count):
-        bit = (first + i) * bits
-        text += f"and.b32 ${i}, {'high' if bit >= 8 else 'low'}, {(((1 << bits) - 1) << bit % 8 + up) * 0x10001:#010x};\n"
+    for field in range(fields):
+        bit = field * bits
+        text += f"and.b32 ${field}, {'high' if bit >= 8 else 'low'}, {(((1 << bits) - 1) << bit % 8 + up) * 0x10001:#010x};\n"
     return text + "}"
 
 
 @triton.constexpr_function
 def product_assembly(kind, weights):
     """high = round(x * s) and low = what that lost. With ``weights``, x itself has two parts, and low takes x_low * s too."""
-    negative_zero = "0x80008000"  # as an addend it leaves a product its sign of zero
-    text = f"{{ .reg .b32 high, low, minus, zero; mov.b32 zero, {negative_zero};\n"
     scale = "$4" if weights else "$3"
+    text = f"{{ .reg .b32 high, low, minus, zero; mov.b32 zero, {NEGATIVE_ZEROS};\n"
     text += f"fma.rn.{kind}x2 high, $2, {scale}, zero; neg.{kind}x2 minus, high; fma.rn.{kind}x2 low, $2, {scale}, minus;\n"
     if weights:
         text += f"fma.rn.{kind}x2 low, $3, {scale}, low;\n"
@@ -92,7 +94,10 @@ def product_assembly(kind, weights):
 def paired_assembly(kind, weights):
     """In one operand: round(x * s) in the columns where ``signed`` is -x and ``late`` 0, and what that lost where both are x."""
     scale = "$4" if weights else "$3"
-    text = f"{{ .reg .b32 high, low; mul.rn.{kind}x2 high, $1, {scale}; neg.{kind}x2 high, high; fma.rn.{kind}x2 low, $2, {scale}, high;\n"
+    multiply = f"mul.rn.f16x2 high, $1, {scale};"
+    if kind == "bf16":
+        multiply = f"mov.b32 low, {NEGATIVE_ZEROS}; fma.rn.bf16x2 high, $1, {scale}, low;"
+    text = f"{{ .reg .b32 high, low; {multiply} neg.{kind}x2 high, high; fma.rn.{kind}x2 low, $2, {scale}, high;\n"
     if weights:
         text += f"fma.rn.{kind}x2 low, $3, {scale}, low;\n"
     return text + "mov.b32 $0, low; }"
@@ -138,11 +143,6 @@ def constraints(outputs, output, inputs, kind):
 
 
 @triton.constexpr_function
-def kind_of(dtype):
-    return "bf16" if dtype == gl.bfloat16 else "f16"
-
-
-@triton.constexpr_function
 def smallest(dtype):
     """1 over the smallest subnormal of ``dtype``; of bfloat16's 2^133 float32 cannot hold 2^13, which the kernel calls REST."""
     return 2.0**120 if dtype == gl.bfloat16 else 2.0**24
@@ -158,18 +158,17 @@ def unit(field, bits, dtype):
 
 
 @gluon.jit
-def unpack(words, BITS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, T: gl.constexpr):
-    """COUNT fields, from FIRST on, of uint16 words: tiles of code / unit(field), subnormals of T or just above."""
-    TEXT: gl.constexpr = unpack_assembly(BITS, FIRST, COUNT, raised(T))
-    REGISTERS: gl.constexpr = constraints(COUNT, "=&r", 1, "r")
-    if COUNT == 8:
+def unpack(words, BITS: gl.constexpr, T: gl.constexpr):
+    """The 16 / BITS fields of uint16 words: tiles of code / unit(field), subnormals of T or just above."""
+    FIELDS: gl.constexpr = 16 // BITS
+    TEXT: gl.constexpr = unpack_assembly(BITS, raised(T))
+    REGISTERS: gl.constexpr = constraints(FIELDS, "=&r", 1, "r")
+    if FIELDS == 8:
         fields = gl.inline_asm_elementwise(TEXT, REGISTERS, [words], dtype=(gl.int16,) * 8, is_pure=True, pack=2)
-    elif COUNT == 4:
-        fields = gl.inline_asm_elementwise(TEXT, REGISTERS, [words], dtype=(gl.int16,) * 4, is_pure=True, pack=2)
     else:
-        fields = gl.inline_asm_elementwise(TEXT, REGISTERS, [words], dtype=(gl.int16,) * 2, is_pure=True, pack=2)
+        fields = gl.inline_asm_elementwise(TEXT, REGISTERS, [words], dtype=(gl.int16,) * 4, is_pure=True, pack=2)
     codes = ()
-    for i in gl.static_range(COUNT):
+    for i in gl.static_range(FIELDS):
         codes = codes + (fields[i].to(T, bitcast=True),)
     return codes
 
@@ -191,7 +190,7 @@ def keep(x, mask, T: gl.constexpr):
 @gluon.jit
 def product(x, scale, T: gl.constexpr):
     """x * scale as high and low parts."""
-    TEXT: gl.constexpr = product_assembly(kind_of(T), False)
+    TEXT: gl.constexpr = product_assembly(assembly_type(T), False)
     high, low = gl.inline_asm_elementwise(TEXT, "=r,=r,r,r", [x, scale], dtype=(gl.int16,) * 2, is_pure=True, pack=2)
     return high.to(T, bitcast=True), low.to(T, bitcast=True)
 
@@ -199,20 +198,22 @@ def product(x, scale, T: gl.constexpr):
 @gluon.jit
 def weighted(high, low, scale, T: gl.constexpr):
     """(high + low) * scale as high and low parts."""
-    TEXT: gl.constexpr = product_assembly(kind_of(T), True)
+    TEXT: gl.constexpr = product_assembly(assembly_type(T), True)
     high, low = gl.inline_asm_elementwise(TEXT, "=r,=r,r,r,r", [high, low, scale], dtype=(gl.int16,) * 2, is_pure=True, pack=2)
     return high.to(T, bitcast=True), low.to(T, bitcast=True)
 
 
 @gluon.jit
 def paired_product(signed, late, scale, T: gl.constexpr):
-    TEXT: gl.constexpr = paired_assembly(kind_of(T), False)
+    """x * scale in one operand, the high parts beside the low ones; ``signed`` and ``late``: see :func:`paired_assembly`."""
+    TEXT: gl.constexpr = paired_assembly(assembly_type(T), False)
     return gl.inline_asm_elementwise(TEXT, "=r,r,r,r", [signed, late, scale], dtype=gl.int16, is_pure=True, pack=2).to(T, bitcast=True)
 
 
 @gluon.jit
 def paired_weighted(signed, late, low, scale, T: gl.constexpr):
-    TEXT: gl.constexpr = paired_assembly(kind_of(T), True)
+    """:func:`paired_product` of a weight that has a low part itself."""
+    TEXT: gl.constexpr = paired_assembly(assembly_type(T), True)
     parts = [signed, late, low, scale]
     return gl.inline_asm_elementwise(TEXT, "=r,r,r,r,r", parts, dtype=gl.int16, is_pure=True, pack=2).to(T, bitcast=True)
 
@@ -253,7 +254,7 @@ def pieces(tile):
 @gluon.jit
 def weights(p, T: gl.constexpr):
     """float32 accumulator [32, 8] as high and low parts of a B operand."""
-    TEXT: gl.constexpr = weights_assembly(kind_of(T))
+    TEXT: gl.constexpr = weights_assembly(assembly_type(T))
     high, low = gl.inline_asm_elementwise(TEXT, "=r,=r,f,f", [p], dtype=(gl.int16,) * 2, is_pure=True, pack=2)
     return operand(high.to(T, bitcast=True)), operand(low.to(T, bitcast=True))
 
@@ -563,9 +564,12 @@ def decode_kernel(
 ):
     """One program: 8 query rows of one batch row and KV head over the chunks and slices ``split``, ``split + splits``, ... of its tokens.
 
-    Query rows are the REPEATS query heads of the KV head for each new token. Channels of every tensor are adjacent. Grid: (B * H, splits,
-    query blocks). Writes maximum (base 2; -inf where the split saw nothing, and then nothing else) and total float32 [B * H, splits, rows]
-    and the weighted sum [B * H, splits, rows, D].
+    Query rows are the REPEATS query heads of the KV head for each new token. Channels of every tensor are adjacent. Writes to a
+    slot maximum (base 2; -inf where the split saw nothing, and then nothing else counts) and total, float32 [B * H * splits, query rows],
+    and the weighted sum [..., D]; and for each row and head its first slot and how many it has, int32 [B * H, 2].
+
+    Grid: with ROW_BLOCK 1 (B * H, splits, query blocks); else ROW_BLOCK is a power of two not below B, the grid is (H, B * splits, query
+    blocks), and programs are dealt to rows by :func:`assignment`.
     """
     T: gl.constexpr = key_window_ptr.dtype.element_ty
     BF16: gl.constexpr = T == gl.bfloat16
@@ -676,9 +680,9 @@ def decode_kernel(
     output = ()
     for _ in gl.static_range(OUTPUTS):
         output = output + (zero_32,)
-    low_sums = ()  # rows 0 .. 7: the sum of p; rows 8 .. 15: p . min
+    bias_sums = ()  # rows 0 .. 7: the sum of p; rows 8 .. 15: p . min
     for _ in gl.static_range(VALUE_PARTS):
-        low_sums = low_sums + (zero_16,)
+        bias_sums = bias_sums + (zero_16,)
 
     # Most chunks of a row are hidden from nobody. Whether the next one is, is asked for an iteration ahead.
     ASK: gl.constexpr = (MASK > 1) and MASK_SHARED
@@ -705,7 +709,7 @@ def decode_kernel(
             bias = next_bias
             next_logits = ()
             for record in gl.static_range(KEY_RUN):
-                codes = unpack(key_words.slice(32 * record, 32, 0).slice(16 * step, 16, 1).load(A), KEY_BITS, 0, KEY_FIELDS, T)
+                codes = unpack(key_words.slice(32 * record, 32, 0).slice(16 * step, 16, 1).load(A), KEY_BITS, T)
                 # Products that add up in one accumulator wait for each other, so the parts take turns.
                 tiles = ()
                 for part in gl.static_range(KEY_PARTS):
@@ -740,7 +744,6 @@ def decode_kernel(
 
         biases = interleave(bias, HALVES) * to_logit
         seen = ()
-        peak = gl.full([8], float("-inf"), gl.float32, ACROSS)
         for record in gl.static_range(KEY_RUN):
             shifts = spread(biases, 8 * record + 8 - KEY_FIELDS, KEY_PARTS, HALVES)
             for part in gl.static_range(KEY_PARTS):
@@ -793,9 +796,8 @@ def decode_kernel(
                     else:
                         operands = operands + (pieces(high), pieces(low), (), ())
                 for quarter in gl.static_range(2):
-                    codes = unpack(
-                        value_words.slice(32 * record, 32, 0).slice(32 * half + 16 * quarter, 16, 1).load(A), VALUE_BITS, 0, VALUE_FIELDS, T
-                    )
+                    words = value_words.slice(32 * record, 32, 0).slice(32 * half + 16 * quarter, 16, 1)
+                    codes = unpack(words.load(A), VALUE_BITS, T)
                     scales = value_scales.slice(32 * half + 16 * quarter, 16, 1)
                     minima = value_minima.slice(16 * record, 16, 0).slice(32 * half + 16 * quarter, 16, 1).load(A)
                     minima = gl.where((row_a < 8) & (column_a >= 0), 1.0, minima.to(gl.float32)).to(T)
@@ -840,8 +842,8 @@ def decode_kernel(
         output = added
         added = ()
         for i in gl.static_range(VALUE_PARTS):
-            added = added + (low_sums[i] * decay[None, :] + fresh_sums[i],)
-        low_sums = added
+            added = added + (bias_sums[i] * decay[None, :] + fresh_sums[i],)
+        bias_sums = added
 
     # From here on in plain units: sums [32 channels, 8] a group, and the total.
     if PAIRED and VALUE_LOW:
@@ -851,13 +853,13 @@ def decode_kernel(
         output = added
         added = ()
         for i in gl.static_range(VALUE_PARTS):
-            added = added + (add_pairs(low_sums[i]),)
-        low_sums = added
-    ones = low_sums[0]
+            added = added + (add_pairs(bias_sums[i]),)
+        bias_sums = added
+    ones = bias_sums[0]
     for i in gl.static_range(1, VALUE_PARTS):
-        ones += low_sums[i]
+        ones += bias_sums[i]
     total = gl.sum(gl.where((gl.arange(0, 16, DOWN) == 0)[:, None], ones, 0.0), 0)
-    shifts = spread(interleave(low_sums, VALUE_PARTS), 16 - VALUE_FIELDS, GROUPS, VALUE_PARTS)
+    shifts = spread(interleave(bias_sums, VALUE_PARTS), 16 - VALUE_FIELDS, GROUPS, VALUE_PARTS)
     sums = ()
     for group in gl.static_range(GROUPS):
         whole = output[group] * REST * unit(group, VALUE_BITS, T)
@@ -897,7 +899,7 @@ def decode_kernel(
                         from_codes = mma_v2(codes, low, mma_v2(codes, high, from_codes))
                     bias_16 = mma_v2(minima[4 * half + step], query, bias_16)
             logit = from_codes * (code_to_logit * smallest(T)) + over_rows(bias_16) * to_logit
-        value_word, value_low = sealed_values(value_words_at, value_at, begin, value_boundary, DIM, VALUE_BITS)
+        value_words_32, value_minima_16 = sealed_values(value_words_at, value_at, begin, value_boundary, DIM, VALUE_BITS)
         async_copy.wait_group(0)
         if begin + 32 > key_boundary:
             from_floats = zero_32
@@ -928,11 +930,11 @@ def decode_kernel(
             next_sums = next_sums + (sums[group] * decay[None, :],)
         sums = next_sums
         if begin < value_boundary:
-            lows = spread(mma_v2(value_low, low, mma_v2(value_low, high, zero_16)), 0, GROUPS, 1)
+            lows = spread(mma_v2(value_minima_16, low, mma_v2(value_minima_16, high, zero_16)), 0, GROUPS, 1)
             bit = begin % VALUE_TOKENS // 64 * GROUPS * VALUE_BITS
             next_sums = ()
             for group in gl.static_range(GROUPS):
-                codes = field(value_word, bit + group * VALUE_BITS, VALUE_BITS, T)
+                codes = field(value_words_32, bit + group * VALUE_BITS, VALUE_BITS, T)
                 high_product, low_product = weighted(high, low, value_grids[group], T)
                 whole = mma_v2(codes, low_product, mma_v2(codes, high_product, zero_32)) * REST * smallest(T)
                 next_sums = next_sums + (sums[group] + whole + lows[group],)
