@@ -14,6 +14,7 @@ rate as a share of what a device-to-device copy, whose bytes are counted in the 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,9 +66,9 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
         cases = {"nothing sealed": size // 2, "one Value sealed": base + size // 2, "Key block sealed": base + size - 1}
         for case, tokens in cases.items():
             labels = {"case": case, "tokens": tokens, "bits": bits, "dim": options.dim, "dtype": options.dtype}
-            report.attempt(labels, lambda tokens=tokens, config=config: _step(config, tokens, options, setup, machine))  # type: ignore[misc]
+            report.attempt(labels, partial(_step, config, tokens, options, setup, machine))
         labels = {"case": "prompt", "tokens": prompt, "bits": bits, "dim": options.dim, "dtype": options.dtype}
-        report.attempt(labels, lambda config=config: _prompt(config, prompt, options, setup, machine))  # type: ignore[misc]
+        report.attempt(labels, partial(_prompt, config, prompt, options, setup, machine))
     report.note(f"copy bandwidth {setup['copy_bandwidth'] / 1e12:.2f} TB/s; an empty graph alone {setup['empty_graph_us']:.1f} us")
     return report
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from typing import Any
 
 from kivi_ops.benchmarks import BENCHMARKS
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
     if machine.tiny:
         shape, points, largest, steps = TINY_GQA, [(2, 200)], [150], 2
     elif options.layers:
-        shape = Shape(**{**vars(shape), "layers": options.layers})
+        shape = replace(shape, layers=options.layers)
     began = time.monotonic()
     model = llama(shape, machine, max([tokens for _, tokens in points] + largest + [1]) + ROOM)
     memory = {"weight_bytes": weight_bytes(model), "usable_bytes": machine.usable_bytes()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +19,17 @@ FLOAT_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN
 def kivi_kernels(
     state: KiviState, query: Tensor, key: Tensor, value: Tensor, position: Tensor, is_causal: bool = False
 ) -> dict[str, Callable[[], Tensor]]:
-    """By name: ``"auto"``, what the operator itself chooses, and ``"portable"``, plain Triton, where it can be forced."""
+    """By name: ``"auto"``, what the operator itself chooses, and for decode steps on a GPU ``"portable"``, plain Triton."""
     found: dict[str, Callable[[], Tensor]] = {"auto": lambda: state.attention(query, key, value, position, is_causal=is_causal)}
     if query.device.type == "cpu":
         return found
     from kivi_ops.kernels import launch
 
-    if "kernel" in inspect.signature(launch.attention).parameters:
+    if launch.is_decode_step(query, (state.key_layout, state.value_layout), key.shape[1], None):
         tensors = list(state.tensors().values())[:-1]
         format: dict[str, Any] = {**state.config.read_kwargs(state.capacity, state.dtype), "seal": state.config.seal, "kernel": "portable"}
         arguments = (query, key, value, *tensors, position, None, is_causal, query.shape[-1] ** -0.5, None)
-        forced: Callable[..., Tensor] = launch.attention
-        found["portable"] = lambda: forced(*arguments, **format)
+        found["portable"] = lambda: launch.attention(*arguments, **format)
     return found
 
 
@@ -39,7 +37,7 @@ def float_microseconds(machine: Machine, query: Tensor, key: Tensor, value: Tens
     """The fastest float attention that takes these arguments: its times with a dirty and a clean L2, and its name.
 
     Raises:
-        RuntimeError: none does.
+        RuntimeError: none takes them.
     """
 
     def attend() -> Tensor:

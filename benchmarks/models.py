@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from kivi_ops import KiviConfig, KiviState
 from kivi_ops.benchmarks.common import Machine
 from kivi_ops.benchmarks.states import fill
+from kivi_ops.demo import cache_argument
 
 WARM_UP_STEPS = 4  # one to compile, one to record the graph, two to be sure
 
@@ -139,17 +139,12 @@ def _quantized_cache(bits: int, model: Any, shape: Shape, rows: int, tokens: int
     return cache
 
 
-def cache_argument(model: Any) -> str:
-    """How this version of transformers calls the cache of a forward pass."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 @contextlib.contextmanager
 def compiled(kind: str, model: Any, machine: Machine) -> Iterator[Callable[..., Any]]:
     """The model's forward as a decode step runs it: compiled with CUDA graphs, KIVI by its own backend and a static cache by Inductor.
 
-    QuantizedCache cannot be compiled and stays eager. On a CPU the graph runs as it was
-    captured: a C++ compiler takes longer than what is tested there.
+    QuantizedCache cannot be compiled and stays eager. On a CPU the graph runs as it was captured: a C++ compiler takes longer than what
+    is tested there.
     """
     torch._dynamo.reset()
     if kind.startswith("quantized-"):

@@ -5,13 +5,14 @@
 One batch row, 8 KV heads of 4 query heads. "first": the prompt is all there is, and attention is exact over the floats it was given;
 the float side is the faster of PyTorch's flash and cuDNN attention, causal. "chunk": 512 new tokens over a history (a later turn, or one
 piece of a long prompt); the float side reads history and chunk without a mask, which is at most 1 % more work than the causal one.
-KIVI is given as the operator chooses its kernel ("KIVI") and as plain Triton ("portable"). Times with a dirty L2, in a CUDA graph.
-Both sides multiply as many matrices, so the float side is what tensor cores allow: here KIVI saves memory, not time.
+Times with a dirty L2, in a CUDA graph. Both sides multiply as many matrices, so the float side is what tensor cores allow: here KIVI
+saves memory, not time.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from kivi_ops import KiviConfig, KiviState
 from kivi_ops.benchmarks import BENCHMARKS
 from kivi_ops.benchmarks.common import Column, Machine, Report, size_of
-from kivi_ops.benchmarks.kernels import check, float_microseconds, kivi_kernels
+from kivi_ops.benchmarks.kernels import check, float_microseconds
 from kivi_ops.benchmarks.states import exact_attention, needed_bytes, random_state
 
 HEADS, REPEATS = 8, 4
@@ -34,7 +35,6 @@ COLUMNS = (
     Column("kivi_us", "KIVI", ".1f", " us", width=12),
     Column("ratio", "ratio", ".2f", "x", width=6),
     Column("teraflops", "TFLOP/s", ".0f", width=7),
-    Column("portable_us", "portable", ".1f", " us", width=12),
     Column("float_bytes", "float MB", ".1f", factor=1e-6, width=8),
     Column("bytes", "KIVI MB", ".1f", factor=1e-6, width=8),
     Column("error", "error", ".0e", width=6),
@@ -60,11 +60,7 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
     for case, tokens, new in points:
         for bits in options.bits:
             labels = {"case": case, "tokens": tokens, "new_tokens": new, "bits": bits, "dim": options.dim, "dtype": options.dtype}
-
-            def measure(tokens: int = tokens, new: int = new, bits: int = bits) -> dict[str, Any]:
-                return _measure(KiviConfig(bits, bits), tokens, new, options, machine)
-
-            report.attempt(labels, measure)
+            report.attempt(labels, partial(_measure, KiviConfig(bits, bits), tokens, new, options, machine))
     report.note(f"copy bandwidth {setup['copy_bandwidth'] / 1e12:.2f} TB/s; TFLOP/s are KIVI's, of the products a causal mask leaves")
     return report
 
@@ -79,12 +75,14 @@ def _measure(config: KiviConfig, tokens: int, new: int, options: argparse.Namesp
         state = KiviState.allocate(config, 1, HEADS, new, dim, dim, dtype, device)
     position = state.length.clone()
     expected = exact_attention(state, 0, HEADS - 1, query[:, :, :256], key[:, :, :256], value[:, :, :256], position)
-    row: dict[str, Any] = {"bytes": needed_bytes(config, HEADS, [tokens], dim, dtype) if tokens else 0.0, "error": 0.0}
+    row: dict[str, Any] = {"bytes": needed_bytes(config, HEADS, [tokens], dim, dtype) if tokens else 0.0}
     row["bytes"] += key.nbytes + value.nbytes
-    for name, kernel in kivi_kernels(state, query, key, value, position, is_causal=True).items():
-        output = kernel()[0, -REPEATS:, :256]  # causal: the first queries do not see what comes after them
-        row["error"] = max(row["error"], check(f"{name} attention", output, expected))
-        row["kivi_us" if name == "auto" else f"{name}_us"] = machine.microseconds(kernel)
+
+    def attend() -> torch.Tensor:
+        return state.attention(query, key, value, position, is_causal=True)
+
+    row["error"] = check("attention", attend()[0, -REPEATS:, :256], expected)  # causal: these do not see what comes after them
+    row["kivi_us"] = machine.microseconds(attend)
     # every query head with K and V of its own, since only some versions of the float kernels take fewer KV heads
     keys, values = (torch.randn(1, HEADS * REPEATS, tokens + new, dim, dtype=dtype, device=device) for _ in range(2))
     row["float_us"], _, row["float_kernel"] = float_microseconds(machine, query, keys, values, is_causal=tokens == 0)

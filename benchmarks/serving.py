@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
     if machine.tiny:
         shape, prompt, new = TINY_MHA, 33, WARM_UP_STEPS + 2
     elif options.layers:
-        shape = Shape(**{**vars(shape), "layers": options.layers})
+        shape = replace(shape, layers=options.layers)
     model = llama(shape, machine, prompt + new)
     setup = {**vars(shape), "dtype": "bfloat16", "weight_bytes": weight_bytes(model), "usable_bytes": machine.usable_bytes()}
     report = Report("serving", BENCHMARKS["serving"], machine, COLUMNS, setup, options.json)
@@ -80,12 +82,7 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
         if rows is None:
             rows = _largest(kind, model, shape, prompt, new, machine)
         for _ in range(ATTEMPTS):
-            served = rows
-
-            def measure(kind: str = kind, rows: int = served) -> dict[str, Any]:
-                return serve(kind, model, shape, rows, prompt, new, machine)
-
-            row = report.attempt({**labels, "batch": rows}, measure)
+            row = report.attempt({**labels, "batch": rows}, partial(serve, kind, model, shape, rows, prompt, new, machine))
             if row.get("failed") != "out of memory":
                 break
             rows = max(1, int(rows * STEP_BACK))

@@ -184,22 +184,63 @@ def _gluon(device: torch.device) -> Any | None:
     return gluon_decode
 
 
-def _chosen(query: Tensor, key: Tensor, value: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> str:
-    """Which kernel serves a call. The fast ones take decode steps of common shapes, the general one everything."""
-    key_layout, value_layout = layouts
-    query_rows = query.shape[2] * (query.shape[1] // key.shape[1])
-    fits = (
-        key_layout.head_dim == value_layout.head_dim
-        and key_layout.head_dim in (64, 128)
-        and key_layout.group_size == 32
-        and key_layout.bits in (2, 4)
-        and value_layout.bits in (2, 4)
-        and key_layout.metadata_dtype == query.dtype
+class AttentionCall(NamedTuple):
+    """The arguments of one :func:`attention`, the mask as kernels take it. Symbols as in :mod:`kivi_ops.ops`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_records: Tensor
+    value_records: Tensor
+    key_window: Tensor
+    value_window: Tensor
+    sealed: Tensor
+    left_padding: Tensor
+    position: Tensor
+    layouts: tuple[RecordLayout, RecordLayout]
+    kind: int  # of mask: MASK_NONE, ...
+    mask: Tensor
+    mask_strides: tuple[int, ...]
+    mask_columns: int
+    capacity: int
+    scale: float
+    softcap: float | None
+    seal: str
+
+    @property
+    def heads(self) -> int:
+        return self.value.shape[1]
+
+    @property
+    def repeats(self) -> int:
+        """Query heads of a KV head."""
+        return self.query.shape[1] // self.heads
+
+    @property
+    def query_rows(self) -> int:
+        """Of a row and KV head: its query heads for each new token."""
+        return self.query.shape[2] * self.repeats
+
+
+def is_decode_step(query: Tensor, layouts: tuple[RecordLayout, RecordLayout], heads: int, softcap: float | None) -> bool:
+    """Whether a call over ``heads`` KV heads is one that the decode kernels take: few query rows, and a common shape."""
+    key, value = layouts
+    return (
+        key.head_dim == value.head_dim
+        and key.head_dim in (64, 128)
+        and key.group_size == 32
+        and key.bits in (2, 4)
+        and value.bits in (2, 4)
+        and key.metadata_dtype == query.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
         and softcap is None
-        and query_rows <= DECODE_ROWS
+        and query.shape[2] * (query.shape[1] // heads) <= DECODE_ROWS
     )
-    if not fits:
+
+
+def _chosen(query: Tensor, key: Tensor, value: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> str:
+    """Which kernel serves a call."""
+    if not is_decode_step(query, layouts, key.shape[1], softcap):
         return "general"
     adjacent = query.stride(3) == key.stride(3) == value.stride(3) == 1
     return "gluon" if adjacent and _gluon(query.device) is not None else "portable"
@@ -230,7 +271,6 @@ def attention(
     kernel: str = "auto",
 ) -> Tensor:
     """``kernel`` names one of the kernels instead of the choice by shapes: for tests and measurements."""
-    layouts = record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype)
     if attn_mask is None:
         kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, query, 0
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -239,36 +279,39 @@ def attention(
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         mask_strides = _broadcast_strides(attn_mask)
         columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
-    state = (key_records, value_records, key_window, value_window, sealed, left_padding, position)
-    run = {"general": _general_attention, "gluon": _gluon_attention, "portable": _portable_attention}[
-        _chosen(query, key, value, layouts, softcap) if kernel == "auto" else kernel
-    ]
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        key_records,
+        value_records,
+        key_window,
+        value_window,
+        sealed,
+        left_padding,
+        position,
+        record_layouts(key.shape[-1], value.shape[-1], key_bits, value_bits, group_size, metadata_dtype),
+        kind.value,
+        mask,
+        mask_strides,
+        columns,
+        capacity,
+        scale,
+        softcap,
+        seal,
+    )
+    name = _chosen(query, key, value, call.layouts, softcap) if kernel == "auto" else kernel
     with _device(query):
-        return run(query, key, value, state, layouts, kind.value, mask, mask_strides, columns, capacity, scale, softcap, seal)
+        return {"general": _general_attention, "gluon": _gluon_attention, "portable": _portable_attention}[name](call)
 
 
-def _general_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: tuple[Tensor, ...],
-    layouts: tuple[RecordLayout, RecordLayout],
-    kind: int,
-    mask: Tensor,
-    mask_strides: tuple[int, ...],
-    columns: int,
-    capacity: int,
-    scale: float,
-    softcap: float | None,
-    seal: str,
-) -> Tensor:
-    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
-    key_layout, value_layout = layouts
+def _general_attention(call: AttentionCall) -> Tensor:
+    query, key, value, position, capacity, repeats = call.query, call.key, call.value, call.position, call.capacity, call.repeats
+    key_layout, value_layout = call.layouts
     metadata_dtype = key_layout.metadata_dtype
     rows, query_heads, new_tokens, key_dim = query.shape
-    heads, value_dim = value.shape[1], value.shape[3]
-    repeats = query_heads // heads
-    query_rows = new_tokens * repeats
+    heads, value_dim = call.heads, value.shape[3]
+    query_rows = call.query_rows
     key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
     largest_query_block, token_block = ATTENTION_BLOCKS[max(128, key_block, value_block)]
     query_block = min(max(16, _power(query_rows)), largest_query_block)
@@ -294,16 +337,16 @@ def _general_attention(
         query,
         key,
         value,
-        key_records,
-        key_records.view(metadata_dtype),
-        value_records,
-        value_records.view(metadata_dtype),
-        key_window,
-        value_window,
-        sealed,
-        left_padding,
+        call.key_records,
+        call.key_records.view(metadata_dtype),
+        call.value_records,
+        call.value_records.view(metadata_dtype),
+        call.key_window,
+        call.value_window,
+        call.sealed,
+        call.left_padding,
         position,
-        mask,
+        call.mask,
         out,
         partial,
         maximum,
@@ -312,19 +355,19 @@ def _general_attention(
         *key.stride(),
         *value.stride(),
         position_stride,
-        *mask_strides,
-        columns,
+        *call.mask_strides,
+        call.mask_columns,
         heads,
         new_tokens,
         capacity,
-        key_window.shape[2],
-        key_records.shape[2],
-        value_records.shape[2],
-        scale,
-        1.0 if softcap is None else softcap,
-        AFTER=seal == "after_attention",
-        MASK=kind,
-        HAS_SOFTCAP=softcap is not None,
+        call.key_window.shape[2],
+        call.key_records.shape[2],
+        call.value_records.shape[2],
+        call.scale,
+        1.0 if call.softcap is None else call.softcap,
+        AFTER=call.seal == "after_attention",
+        MASK=call.kind,
+        HAS_SOFTCAP=call.softcap is not None,
         GROUP=key_layout.group_size,
         KEY_DIM_BLOCK=key_block,
         **_format("KEY_", key_layout),
@@ -338,7 +381,7 @@ def _general_attention(
             partial,
             maximum,
             total,
-            left_padding,
+            call.left_padding,
             position,
             out,
             position_stride,
@@ -352,154 +395,81 @@ def _general_attention(
     return out
 
 
-def _gluon_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: tuple[Tensor, ...],
-    layouts: tuple[RecordLayout, RecordLayout],
-    kind: int,
-    mask: Tensor,
-    mask_strides: tuple[int, ...],
-    columns: int,
-    capacity: int,
-    scale: float,
-    softcap: float | None,
-    seal: str,
-) -> Tensor:
-    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
-    dtype = query.dtype
-    key, value = _aligned(key), _aligned(value)  # rows are copied 16 bytes at a time
-    rows, query_heads, new_tokens, dim = query.shape
-    heads = value.shape[1]
-    repeats = query_heads // heads
-    query_rows = new_tokens * repeats
-    paired = query_rows <= 4
-    query_blocks = _blocks(query_rows, 8)
-    splits = _split(query, heads, query_blocks, capacity)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    position_stride = _position_stride(position, rows)
-    shared_mask = mask_strides[1] == 0 and (mask_strides[2] == 0 or new_tokens == 1)
-    gluon_decode = _gluon(query.device)
-    assert gluon_decode is not None
-    gluon_decode.decode_kernel[splits.grid](
-        query,
-        key,
-        value,
-        key_records.view(torch.uint16),
-        key_records.view(dtype),
-        value_records.view(torch.uint16),
-        value_records.view(dtype),
-        key_window,
-        value_window,
-        sealed,
-        left_padding,
-        position,
-        mask,
-        *splits.results,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        position_stride,
-        *mask_strides,
-        columns,
-        rows,
-        heads,
-        new_tokens,
-        capacity,
-        key_window.shape[2],
-        key_records.shape[2],
-        value_records.shape[2],
-        splits.average,
-        scale,
-        AFTER=seal == "after_attention",
-        MASK=kind,
-        MASK_SHARED=shared_mask,
-        REPEATS=repeats,
-        DIM=dim,
-        KEY_BITS=layouts[0].bits,
-        VALUE_BITS=layouts[1].bits,
-        VALUE_LOW=dtype == torch.bfloat16,  # one part of 8 bits would be too coarse
-        PAIRED=paired,
-        ROW_BLOCK=splits.row_block,
-        SIGNAL=_dependent(query.device),
-        num_warps=1,
-    )
-    _merge(splits, position, out, heads, capacity)
-    return out
+def _gluon_attention(call: AttentionCall) -> Tensor:
+    module = _gluon(call.query.device)
+    assert module is not None
+    call = call._replace(key=_aligned(call.key), value=_aligned(call.value))  # rows are copied 16 bytes at a time
+    shared_mask = call.mask_strides[1] == 0 and (call.mask_strides[2] == 0 or call.query.shape[2] == 1)
+    constants = {
+        "MASK_SHARED": shared_mask,
+        "VALUE_LOW": call.query.dtype == torch.bfloat16,  # one part of 8 bits would be too coarse
+        "PAIRED": call.query_rows <= 4,
+    }
+    return _decode_attention(call, module.decode_kernel, torch.uint16, constants)
 
 
-def _portable_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: tuple[Tensor, ...],
-    layouts: tuple[RecordLayout, RecordLayout],
-    kind: int,
-    mask: Tensor,
-    mask_strides: tuple[int, ...],
-    columns: int,
-    capacity: int,
-    scale: float,
-    softcap: float | None,
-    seal: str,
-) -> Tensor:
-    key_records, value_records, key_window, value_window, sealed, left_padding, position = state
-    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    rows, query_heads, new_tokens, dim = query.shape
-    heads = value.shape[1]
-    repeats = query_heads // heads
-    splits = _split(query, heads, _blocks(new_tokens * repeats, 8), capacity)
+def _portable_attention(call: AttentionCall) -> Tensor:
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (call.query, call.key, call.value))
+    call = call._replace(query=query, key=key, value=value)
+    key_layout, value_layout = call.layouts
+    constants = {"KEY_TOKENS": key_layout.tokens, "VALUE_TOKENS": value_layout.tokens, "STAGES": DECODE_STAGES}
+    return _decode_attention(call, decode_kernel, torch.int16, constants)
+
+
+def _decode_attention(call: AttentionCall, kernel: Any, words: torch.dtype, constants: dict[str, Any]) -> Tensor:
+    """One of the decode kernels, which take the same arguments but for the dtype of ``words`` and some ``constants``; and the merge."""
+    query, dtype = call.query, call.query.dtype
+    rows, _, new_tokens, dim = query.shape
+    splits = _split(query, call.heads, _blocks(call.query_rows, 8), call.capacity)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    decode_kernel[splits.grid](
+    kernel[splits.grid](
         query,
-        key,
-        value,
-        key_records,
-        key_records.view(query.dtype),
-        value_records,
-        value_records.view(query.dtype),
-        key_window,
-        value_window,
-        sealed,
-        left_padding,
-        position,
-        mask,
+        call.key,
+        call.value,
+        call.key_records.view(words),
+        call.key_records.view(dtype),
+        call.value_records.view(words),
+        call.value_records.view(dtype),
+        call.key_window,
+        call.value_window,
+        call.sealed,
+        call.left_padding,
+        call.position,
+        call.mask,
         *splits.results,
         *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        _position_stride(position, rows),
-        *mask_strides,
-        columns,
+        *call.key.stride()[:3],
+        *call.value.stride()[:3],
+        _position_stride(call.position, rows),
+        *call.mask_strides,
+        call.mask_columns,
         rows,
-        heads,
+        call.heads,
         new_tokens,
-        capacity,
-        key_window.shape[2],
-        key_records.shape[2],
-        value_records.shape[2],
+        call.capacity,
+        call.key_window.shape[2],
+        call.key_records.shape[2],
+        call.value_records.shape[2],
         splits.average,
-        scale,
-        AFTER=seal == "after_attention",
-        MASK=kind,
-        REPEATS=repeats,
+        call.scale,
+        AFTER=call.seal == "after_attention",
+        MASK=call.kind,
+        REPEATS=call.repeats,
         DIM=dim,
-        KEY_BITS=layouts[0].bits,
-        KEY_TOKENS=layouts[0].tokens,
-        VALUE_BITS=layouts[1].bits,
-        VALUE_TOKENS=layouts[1].tokens,
+        KEY_BITS=call.layouts[0].bits,
+        VALUE_BITS=call.layouts[1].bits,
         ROW_BLOCK=splits.row_block,
         SIGNAL=_dependent(query.device),
-        STAGES=DECODE_STAGES,
         num_warps=1,
         enable_fp_fusion=True,
+        **constants,
     )
-    _merge(splits, position, out, heads, capacity)
+    _merge(splits, call.position, out, call.heads, call.capacity)
     return out
 
 
 def _aligned(x: Tensor) -> Tensor:
+    """``x`` itself where rows and heads begin on 16 bytes, or a copy where they do."""
     if x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:3]):
         return x
     return x.clone(memory_format=torch.contiguous_format)

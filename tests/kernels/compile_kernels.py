@@ -79,7 +79,7 @@ def resources(compiled: Any) -> dict[str, int]:
             subprocess.run([triton.knobs.nvidia.cuobjdump.path, what, file.name], capture_output=True, text=True, check=True).stdout
             for what in ("-res-usage", "-sass")
         )
-    found = {name: int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK")}  # type: ignore[union-attr]
+    found = {name: int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK")}
     code = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)}
     jumps = [(int(to.group(1), 16), at) for at, text in code.items() if (to := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text))]
     loops = [[text for at, text in code.items() if begin <= at <= end] for begin, end in jumps if begin < end]

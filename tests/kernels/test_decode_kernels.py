@@ -42,7 +42,7 @@ def twin_of(request: pytest.FixtureRequest) -> Callable[..., Twin]:
     def make(format: tuple, tokens: int, seal: str = "after_attention", residual: int = 64, margin: int = 0, **arguments: object) -> Twin:
         key_bits, value_bits, dim, dtype, repeats = format
         config = KiviConfig(key_bits, value_bits, 32, residual, seal, margin)
-        return Twin("cuda", config, tokens, repeats=repeats, key_dim=dim, dtype=dtype, kernel=request.param, **arguments)  # type: ignore[arg-type]
+        return Twin("cuda", config, tokens, repeats=repeats, key_dim=dim, dtype=dtype, kernel=request.param, **arguments)
 
     return make
 

@@ -26,7 +26,7 @@ MAIN = FORMATS["2x2-D128-fp16-gqa4"]
 def twin_of(device: str, format: tuple, seal: str = "after_attention", **arguments: object) -> Twin:
     key_bits, value_bits, dim, dtype, repeats, tokens = format
     config = KiviConfig(key_bits, value_bits, 32, 32, seal)
-    return Twin(device, config, tokens, repeats=repeats, key_dim=dim, dtype=dtype, kernel="portable", **arguments)  # type: ignore[arg-type]
+    return Twin(device, config, tokens, repeats=repeats, key_dim=dim, dtype=dtype, kernel="portable", **arguments)
 
 
 @pytest.fixture(autouse=True)
