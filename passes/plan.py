@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from kivi_ops.passes.float_caches import FloatCache
 from kivi_ops.passes.match import AttentionSite, Refusal
 from kivi_ops.passes.nodes import described, known, storages, value, written
 
@@ -20,10 +21,11 @@ from kivi_ops.passes.nodes import described, known, storages, value, written
 @dataclass(frozen=True)
 class Plan:
     """A site to be rewritten. ``order``: the permutation of dimensions under which the attention's result is dense, for the nodes after it
-    were traced on its strides."""
+    were traced on its strides. ``keep_position``: whether the position is changed before the attention's end, so that a copy is needed."""
 
     site: AttentionSite
     order: tuple[int, ...]
+    keep_position: bool = False
 
 
 def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
@@ -34,8 +36,10 @@ def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
     for node in between:
         if any(storages(read) & state for read in node.all_input_nodes):
             return Refusal(attention.output, f"the state has a reader between its update and its attention, {described(node)}")
-    moved = [node for name in ("key", "value", "position") if isinstance(node := write.arguments[name], Node)]
-    late = [attention.query, *([attention.attn_mask] if attention.attn_mask is not None else [])]
+    position = [node for node in (write.arguments["position"],) if isinstance(node, Node)]
+    keep_position = isinstance(write, FloatCache) and _changed(between, position) is not None
+    moved = [write.arguments["key"], write.arguments["value"], *([] if keep_position else position)]
+    late = [attention.query, *(mask.node for mask in attention.masks if mask.node is not None)]
     for first, inputs in ((write.node, moved), (attention.inner[0], late)):
         changed = _changed(_between(graph, first, attention.output, site), inputs)
         if changed is not None:
@@ -45,7 +49,7 @@ def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
         return Refusal(
             attention.output, f"the attention's result has strides {value(attention.output).stride()}, which are dense in no order"
         )
-    return Plan(site, order)
+    return Plan(site, order, keep_position)
 
 
 def _between(graph: Graph, first: Node, last: Node, site: AttentionSite) -> list[Node]:
