@@ -20,6 +20,7 @@ from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_
 from kivi_ops.kernels.combine import combine_kernel as merge_kernel
 from kivi_ops.kernels.decode import decode_kernel
 from kivi_ops.kernels.layout import RecordLayout, record_layouts
+from kivi_ops.kernels.prefill import prefill_kernel
 from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_kernel
 from kivi_ops.kernels.update import view_kernel
 
@@ -36,9 +37,15 @@ SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 
 DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
+DECODE_TOKENS = 16  # new tokens up to which it is one
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
 DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
 DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
+# By the larger head size, padded: query rows, tokens and warps of a prefill program, and blocks on their way. Two programs fit
+# a multiprocessor of sm_90, so that one restores and exponentiates while the other multiplies matrices.
+PREFILL_BLOCKS = {128: (128, 64, 8, 2), 256: (64, 32, 4, 2)}
+PREFILL_PROGRAMS = 2  # wanted for each multiprocessor
+COMBINE_ROWS = 16  # query rows of a program that merges the splits of either
 # By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they
 # become resident while the splits are still at work.
 COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 256: (32, 4)}
@@ -185,9 +192,12 @@ def _gluon(device: torch.device) -> Any | None:
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> str:
-    """Which kernel serves a call. The fast ones take decode steps of common shapes, the general one everything."""
+    """Which kernel serves a call. The fast ones take decode steps of common shapes, prefill many query rows, the general one everything."""
     key_layout, value_layout = layouts
     query_rows = query.shape[2] * (query.shape[1] // key.shape[1])
+    if query_rows > DECODE_ROWS or query.shape[2] > DECODE_TOKENS:
+        takes = query.dtype in (torch.float16, torch.bfloat16) and max(key_layout.head_dim, value_layout.head_dim) <= 256
+        return "prefill" if takes else "general"
     fits = (
         key_layout.head_dim == value_layout.head_dim
         and key_layout.head_dim in (64, 128)
@@ -197,7 +207,6 @@ def _chosen(query: Tensor, key: Tensor, value: Tensor, layouts: tuple[RecordLayo
         and key_layout.metadata_dtype == query.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
         and softcap is None
-        and query_rows <= DECODE_ROWS
     )
     if not fits:
         return "general"
@@ -240,14 +249,44 @@ def attention(
         mask_strides = _broadcast_strides(attn_mask)
         columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]
     state = (key_records, value_records, key_window, value_window, sealed, left_padding, position)
-    run = {"general": _general_attention, "gluon": _gluon_attention, "portable": _portable_attention}[
+    run = {"general": _general_attention, "gluon": _gluon_attention, "portable": _portable_attention, "prefill": _prefill_attention}[
         _chosen(query, key, value, layouts, softcap) if kernel == "auto" else kernel
     ]
     with _device(query):
         return run(query, key, value, state, layouts, kind.value, mask, mask_strides, columns, capacity, scale, softcap, seal)
 
 
-def _general_attention(
+def _general_attention(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> Tensor:
+    rows, query_heads, new_tokens, key_dim = query.shape
+    heads, value_dim = value.shape[1], value.shape[3]
+    query_rows = new_tokens * (query_heads // heads)
+    blocks = max(16, _power(key_dim)), max(16, _power(value_dim))
+    largest_query_block, token_block = ATTENTION_BLOCKS[max(128, *blocks)]
+    query_block = min(max(16, _power(query_rows)), largest_query_block)
+    wanted = _blocks(SPLIT_PROGRAMS, rows * heads * _blocks(query_rows, query_block))
+    return _tiled_attention(attention_kernel, (query_block, token_block, *blocks), wanted, {"num_stages": 1}, query, key, value, *call)
+
+
+def _prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, state: tuple[Tensor, ...], layouts: tuple[RecordLayout, RecordLayout], *call: Any
+) -> Tensor:
+    rows, query_heads, new_tokens, _ = query.shape
+    heads = value.shape[1]
+    # Channel parts of a record stay apart, each padded by itself.
+    key_block, value_block = (max(16, layout.channel_parts * _power(layout.head_dim // layout.channel_parts)) for layout in layouts)
+    query_block, token_block, warps, stages = PREFILL_BLOCKS[max(128, key_block, value_block)]
+    query_blocks = _blocks(new_tokens * (query_heads // heads), query_block)
+    wanted = max(1, PREFILL_PROGRAMS * _multiprocessors(query.device) // (rows * heads * query_blocks))
+    blocks = query_block, token_block, key_block, value_block
+    options = {"STAGES": stages, "num_warps": warps}
+    return _tiled_attention(prefill_kernel, blocks, wanted, options, query, key, value, state, layouts, *call)
+
+
+def _tiled_attention(
+    kernel: Any,
+    blocks: tuple[int, int, int, int],
+    wanted: int,
+    options: dict[str, int],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -262,18 +301,18 @@ def _general_attention(
     softcap: float | None,
     seal: str,
 ) -> Tensor:
+    """A kernel that takes tiles of query rows over ``wanted`` splits of the tokens at most, and the merge.
+
+    blocks: query rows, tokens, channels of a Key and of a Value of a tile.
+    """
     key_records, value_records, key_window, value_window, sealed, left_padding, position = state
     key_layout, value_layout = layouts
     metadata_dtype = key_layout.metadata_dtype
-    rows, query_heads, new_tokens, key_dim = query.shape
+    rows, query_heads, new_tokens, _ = query.shape
     heads, value_dim = value.shape[1], value.shape[3]
     repeats = query_heads // heads
     query_rows = new_tokens * repeats
-    key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
-    largest_query_block, token_block = ATTENTION_BLOCKS[max(128, key_block, value_block)]
-    query_block = min(max(16, _power(query_rows)), largest_query_block)
-    query_blocks = _blocks(query_rows, query_block)
-    wanted = _blocks(SPLIT_PROGRAMS, rows * heads * query_blocks)
+    query_block, token_block, key_block, value_block = blocks
     splits = min(wanted, _blocks(capacity, SPLIT_TOKENS))
 
     out = query.new_empty((rows, query_heads, new_tokens, value_dim))
@@ -283,14 +322,8 @@ def _general_attention(
         partial = query.new_empty((*slots, value_dim), dtype=torch.float32)
         maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
     position_stride = _position_stride(position, rows)
-    shape = {
-        "REPEATS": repeats,
-        "VALUE_DIM_BLOCK": value_block,
-        "SPLITS": splits,
-        "QUERY_BLOCK": query_block,
-        "TOKEN_BLOCK": token_block,
-    }
-    attention_kernel[(rows * heads * splits, query_blocks)](
+    shape = {"REPEATS": repeats, "VALUE_DIM_BLOCK": value_block, "SPLITS": splits, "TOKEN_BLOCK": token_block}
+    kernel[(rows * heads * splits, _blocks(query_rows, query_block))](
         query,
         key,
         value,
@@ -330,11 +363,13 @@ def _general_attention(
         **_format("KEY_", key_layout),
         **_format("VALUE_", value_layout),
         **shape,
-        num_stages=1,
+        **options,
+        QUERY_BLOCK=query_block,
         enable_fp_fusion=True,
     )
     if splits > 1:
-        combine_kernel[(rows * heads, query_blocks)](
+        combine_block = min(query_block, COMBINE_ROWS)
+        combine_kernel[(rows * heads, _blocks(query_rows, combine_block))](
             partial,
             maximum,
             total,
@@ -347,6 +382,7 @@ def _general_attention(
             capacity,
             VALUE_DIM=value_dim,
             **shape,
+            QUERY_BLOCK=combine_block,
             enable_fp_fusion=True,
         )
     return out
