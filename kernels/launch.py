@@ -268,8 +268,22 @@ def _general_attention(query: Tensor, key: Tensor, value: Tensor, *call: Any) ->
 
 
 def _prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, state: tuple[Tensor, ...], layouts: tuple[RecordLayout, RecordLayout], *call: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: tuple[Tensor, ...],
+    layouts: tuple[RecordLayout, RecordLayout],
+    kind: int,
+    mask: Tensor,
+    mask_strides: tuple[int, ...],
+    columns: int,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+    seal: str,
 ) -> Tensor:
+    if scale < 0:  # the kernel takes maxima before it scales
+        query, scale = -query, -scale
     rows, query_heads, new_tokens, _ = query.shape
     heads = value.shape[1]
     # Channel parts of a record stay apart, each padded by itself.
@@ -279,6 +293,7 @@ def _prefill_attention(
     wanted = max(1, PREFILL_PROGRAMS * _multiprocessors(query.device) // (rows * heads * query_blocks))
     blocks = query_block, token_block, key_block, value_block
     options = {"STAGES": stages, "num_warps": warps}
+    call = (kind, mask, mask_strides, columns, capacity, scale, softcap, seal)
     return _tiled_attention(prefill_kernel, blocks, wanted, options, query, key, value, state, layouts, *call)
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_NONE, split_span, store_output, tanh
+from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_NONE, split_span, store_output, tanh
 from kivi_ops.kernels.common import INTERPRET, narrow, restore, restore_tile, row_span, visible_boundary, widen
+from kivi_ops.kernels.decode import power
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Weights are multiplied by 2^14, which the division by their sum undoes: float16 would flush those below 2^-25 of the largest to zero,
@@ -44,21 +45,77 @@ def matrix_product(a, b, accumulated):
     return result
 
 
-@triton.jit
-def restore_fields(words, shift, scale, minimum, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """min + scale * code in ``DTYPE``, of the field at bit ``shift`` of int16 words: rounded once where the metadata is of that dtype.
+@triton.constexpr_function
+def takes_pairs(columns, bits, metadata, dtype):
+    """Whether two neighbours along the last axis can be restored by each instruction."""
+    return columns % 2 == 0 and metadata == dtype and (dtype == tl.float16 or bits < 8)
 
-    Then two elements share each instruction: a code put below the bits of a power of two is that number plus the code.
-    """
-    LEVELS: tl.constexpr = 2**BITS - 1
-    codes = (words >> shift.to(tl.int16)) & LEVELS
-    if (not INTERPRET) and scale.dtype == DTYPE and (DTYPE == tl.float16 or BITS < 8):
-        POWER_BITS: tl.constexpr = 0x6400 if DTYPE == tl.float16 else 0x4300
-        POWER: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0
-        codes = (codes | POWER_BITS).to(DTYPE, bitcast=True) - tl.full([], POWER, DTYPE)
-        tile = tl.fma(*tl.broadcast(codes, scale), tl.broadcast_to(minimum, codes.shape))
+
+@triton.constexpr_function
+def restore_assembly(bits, dtype):
+    """Two codes at a time: put below the bits of a power of two, a code is that number plus the code."""
+    kind, power, one, less = ("f16", 0x64006400, 0x3C003C00, 0xE400E400) if dtype == tl.float16 else ("bf16", 0x43004300, 0x3F803F80, 0xC300C300)
+    mask = ((1 << bits) - 1) * 0x10001
+    return f"""{{ .reg .b32 t, one, less; shr.u32 t, $2, $3; lop3.b32 t, t, {mask}, {power}, 0xEA;
+        mov.b32 one, {one}; mov.b32 less, {less}; fma.rn.{kind}x2 t, t, one, less; fma.rn.{kind}x2 t, t, $4, $5; mov.b32 {{$0, $1}}, t; }}"""
+
+
+@triton.jit
+def half(x, DTYPE: tl.constexpr):
+    """The lower half of int32 as a 16-bit float."""
+    return x.to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def restore_pairs(words, shift, scale, minimum, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """:func:`restored` where words, scale and minimum are int32 of two neighbours each."""
+    if INTERPRET:
+        code = words >> shift
+        low = narrow(restore(code & (2**BITS - 1), half(scale, DTYPE), half(minimum, DTYPE)), DTYPE)
+        high = narrow(restore((code >> 16) & (2**BITS - 1), half(scale >> 16, DTYPE), half(minimum >> 16, DTYPE)), DTYPE)
     else:
-        tile = rounded(restore(codes, scale, minimum), DTYPE)
+        ASSEMBLY: tl.constexpr = restore_assembly(BITS, DTYPE)
+        given = [words, shift, scale, minimum]
+        low, high = tl.inline_asm_elementwise(ASSEMBLY, "=h,=h,r,r,r,r", given, dtype=(tl.int16, tl.int16), is_pure=True, pack=1)
+        low, high = low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def restored(
+    words_ptr,
+    meta_ptr,
+    word,
+    pair,
+    shift,
+    word_inside,
+    pair_inside,
+    BITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """min + scale * code in ``DTYPE``, of the field at bit ``shift`` of words, WIDTH of which lie at each address.
+
+    word and pair: addresses of words and scales, counted in WIDTH of them; PAIRS: from a scale to its minimum. With a WIDTH of 2 the last
+    axis is one more. Where nothing is inside, anything; looked at only if MASKED.
+    """
+    if WIDTH == 2:
+        words_at = words_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word
+        scale_at = meta_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pair
+    else:
+        words_at, scale_at = words_ptr + word, meta_ptr + pair
+    if MASKED:
+        words = tl.load(words_at, mask=word_inside, other=0)
+        scale = tl.load(scale_at, mask=pair_inside, other=0)
+        minimum = tl.load(scale_at + PAIRS // WIDTH, mask=pair_inside, other=0)
+    else:
+        words, scale, minimum = tl.load(words_at), tl.load(scale_at), tl.load(scale_at + PAIRS // WIDTH)
+    if WIDTH == 2:
+        tile = restore_pairs(words, shift, scale, minimum, BITS, DTYPE)
+    else:
+        tile = rounded(restore((words >> shift.to(tl.int16)) & (2**BITS - 1), scale, minimum), DTYPE)
     return tile
 
 
@@ -86,36 +143,33 @@ def sealed_keys(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys ``block_start`` .. + BLOCK, all sealed: [BLOCK, DIM_BLOCK], anything where there is no channel. BLOCK divides ``block_start``."""
+    """Keys ``block_start`` .. + BLOCK, all sealed: [BLOCK, DIM_BLOCK], 0 where there is no channel. BLOCK divides ``block_start``."""
     TOKEN_PARTS: tl.constexpr = 16 // BITS // PARTS
     COLUMNS: tl.constexpr = DIM // PARTS
     COLUMN_BLOCK: tl.constexpr = DIM_BLOCK // PARTS
     PAIRS: tl.constexpr = TOKEN_PARTS * DIM
     META_WORDS: tl.constexpr = meta_ptr.dtype.element_ty.primitive_bitwidth // 16
     META_RECORD: tl.constexpr = GROUP * COLUMNS // META_WORDS + 2 * PAIRS
+    WIDTH: tl.constexpr = 2 if takes_pairs(COLUMNS, BITS, meta_ptr.dtype.element_ty, DTYPE) else 1
     SIZE: tl.constexpr = GROUP if GROUP < BLOCK else BLOCK  # tokens of a group in the block
     GROUPS: tl.constexpr = BLOCK // SIZE
     LOADS: tl.constexpr = 1 if BLOCK <= TOKENS else GROUPS  # groups of one record are fields of the same words
 
-    # [token group, token, channel part, column]
+    # [token group, token, channel part, column]; addresses are counted in WIDTH words or grids
     group = (block_start + tl.arange(0, GROUPS) * SIZE)[:, None, None, None]
     source = (block_start + tl.arange(0, LOADS) * SIZE)[:, None, None, None]
     row = source % GROUP + tl.arange(0, SIZE)[None, :, None, None]
     part = tl.arange(0, PARTS)[None, None, :, None]
-    column = tl.arange(0, COLUMN_BLOCK)[None, None, None, :]
-    words_at = words_ptr + (base_record + source // TOKENS) * (META_RECORD * META_WORDS) + row * COLUMNS + column
+    column = tl.arange(0, COLUMN_BLOCK // WIDTH)[None, None, None, :]
     token_part = group // GROUP % TOKEN_PARTS
-    scale_at = meta_ptr + (base_record + group // TOKENS) * META_RECORD + GROUP * COLUMNS // META_WORDS
-    scale_at += token_part * DIM + part * COLUMNS + column
-    if COLUMNS == COLUMN_BLOCK:
-        words, scale, minimum = tl.load(words_at), tl.load(scale_at), tl.load(scale_at + PAIRS)
-    else:
-        words = tl.load(words_at, mask=column < COLUMNS, other=0)
-        scale, minimum = (
-            tl.load(scale_at, mask=column < COLUMNS, other=0.0),
-            tl.load(scale_at + PAIRS, mask=column < COLUMNS, other=0.0),
-        )
-    tile = restore_fields(words, (part * TOKEN_PARTS + token_part) * BITS, scale, minimum, BITS, DTYPE)
+    word = (base_record + source // TOKENS) * (META_RECORD * META_WORDS // WIDTH) + row * (COLUMNS // WIDTH) + column
+    pair = (base_record + group // TOKENS) * (META_RECORD // WIDTH) + GROUP * COLUMNS // META_WORDS // WIDTH
+    pair += token_part * (DIM // WIDTH) + part * (COLUMNS // WIDTH) + column
+    shift = (part * TOKEN_PARTS + token_part) * BITS
+    inside = column < COLUMNS // WIDTH
+    tile = restored(
+        words_ptr, meta_ptr, word, pair, shift, inside, inside, BITS, DTYPE, PAIRS, WIDTH, COLUMNS < COLUMN_BLOCK
+    )
     return tl.reshape(tile, [BLOCK, DIM_BLOCK])
 
 
@@ -142,24 +196,23 @@ def sealed_values(
     PAIRS: tl.constexpr = (DIM + GROUP - 1) // GROUP * TOKENS
     META_WORDS: tl.constexpr = meta_ptr.dtype.element_ty.primitive_bitwidth // 16
     META_RECORD: tl.constexpr = ROWS * COLUMNS // META_WORDS + 2 * PAIRS
+    WIDTH: tl.constexpr = 2 if takes_pairs(COLUMNS, BITS, meta_ptr.dtype.element_ty, DTYPE) else 1
     SIZE: tl.constexpr = GROUP if GROUP < ROW_BLOCK else ROW_BLOCK  # channels of a group in a part
     GROUPS: tl.constexpr = ROW_BLOCK // SIZE
 
-    # [channel part, channel group, channel, token]
-    token = (block_start + tl.arange(0, BLOCK))[None, None, None, :]
+    # [channel part, channel group, channel, token]; tokens and addresses are counted in WIDTH of them
+    token = (block_start // WIDTH + tl.arange(0, BLOCK // WIDTH))[None, None, None, :]
     part = tl.arange(0, PARTS)[:, None, None, None]
     group = tl.arange(0, GROUPS)[None, :, None, None]
     row = group * SIZE + tl.arange(0, SIZE)[None, None, :, None]
-    record, local = base_record + token // TOKENS, token % TOKENS
-    words_at = words_ptr + record * (META_RECORD * META_WORDS) + row * COLUMNS + local % COLUMNS
-    scale_at = meta_ptr + record * META_RECORD + ROWS * COLUMNS // META_WORDS + (part * (ROWS // GROUP) + group) * TOKENS + local
-    if ROWS == ROW_BLOCK:
-        words, scale, minimum = tl.load(words_at), tl.load(scale_at), tl.load(scale_at + PAIRS)
-    else:
-        inside = group * SIZE < ROWS
-        words = tl.load(words_at, mask=row < ROWS, other=0)
-        scale, minimum = tl.load(scale_at, mask=inside, other=0.0), tl.load(scale_at + PAIRS, mask=inside, other=0.0)
-    tile = restore_fields(words, (local // COLUMNS * PARTS + part) * BITS, scale, minimum, BITS, DTYPE)
+    record, local = base_record + token // (TOKENS // WIDTH), token % (TOKENS // WIDTH)
+    word = record * (META_RECORD * META_WORDS // WIDTH) + row * (COLUMNS // WIDTH) + local % (COLUMNS // WIDTH)
+    pair = record * (META_RECORD // WIDTH) + ROWS * COLUMNS // META_WORDS // WIDTH
+    pair += (part * (ROWS // GROUP) + group) * (TOKENS // WIDTH) + local
+    shift = (local // (COLUMNS // WIDTH) * PARTS + part) * BITS
+    tile = restored(
+        words_ptr, meta_ptr, word, pair, shift, row < ROWS, group * SIZE < ROWS, BITS, DTYPE, PAIRS, WIDTH, ROWS < ROW_BLOCK
+    )
     return tl.reshape(tile, [DIM_BLOCK, BLOCK])
 
 
@@ -227,11 +280,14 @@ def tile_logits(
     REPEATS: tl.constexpr,
     ALL_SEEN: tl.constexpr,
 ):
-    """Logits times log2(e) of a tile of queries and tokens; -inf where a token is not visible. ALL_SEEN: but for a given mask, all are."""
+    """Logits of a tile of queries and tokens, -inf where a token is not visible. ALL_SEEN: but for a given mask, all are.
+
+    They are to be multiplied by :func:`logit_unit` for the exponent of 2.
+    """
     logits = matrix_product(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32))
     if HAS_SOFTCAP:
         logits = (softcap * LOG2_E) * tanh(logits * (scale / softcap))
-    else:
+    elif MASK == MASK_FLOAT:
         logits = logits * (scale * LOG2_E)
     if not ALL_SEEN:
         seen = (token < end)[None, :]
@@ -252,13 +308,23 @@ def tile_logits(
 
 
 @triton.jit
-def softmax_step(logits, maximum, total, accumulated):
+def logit_unit(scale, MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """What brings :func:`tile_logits` to base 2: above 0, so that a maximum may be taken first, and the product folded into a subtraction."""
+    if HAS_SOFTCAP or MASK == MASK_FLOAT:
+        unit = 1.0
+    else:
+        unit = tl.maximum(scale, 1e-30) * LOG2_E  # not 0: -inf stays -inf
+    return unit
+
+
+@triton.jit
+def softmax_step(logits, unit, maximum, total, accumulated):
     """Weights of a tile's tokens, times 2^WEIGHT_BITS; the running maximum, total and weighted sum, the latter two brought to it."""
     # A NaN logit may be dropped by max, but its own exponential is NaN and stays in the total.
-    highest = tl.maximum(maximum, tl.max(logits, 1))
+    highest = tl.maximum(maximum, tl.max(logits, 1) * unit)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(logits - (shift - WEIGHT_BITS)[:, None])
-    decay = tl.exp2(maximum - shift)
+    weights = power(logits * unit - (shift - WEIGHT_BITS)[:, None])
+    decay = power(maximum - shift)
     return weights, highest, total * decay + tl.sum(weights, 1), accumulated * decay[:, None]
 
 
@@ -329,7 +395,7 @@ def prefill_kernel(
 ):
     """One program: QUERY_BLOCK query rows of one batch row and KV head over one split of its tokens.
 
-    Grid, arguments and results are those of ``attention_kernel`` in :mod:`kivi_ops.kernels.attention`. STAGES: blocks of records and
+    Grid, arguments and results are those of ``attention_kernel`` in :mod:`kivi_ops.kernels.attention`; scale >= 0. STAGES: blocks of records and
     of new tokens that are on their way at a time.
     """
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
@@ -353,6 +419,7 @@ def prefill_kernel(
     query_at = (head * REPEATS + query_row % REPEATS) * query_head_stride + (query_row // REPEATS).to(tl.int64) * query_token_stride
     query_at = query_ptr + row * query_row_stride + query_at[:, None] + key_channel.to(tl.int64)[None, :] * query_channel_stride
     query = tl.load(query_at, mask=live[:, None] & key_inside[None, :], other=0.0)
+    unit = logit_unit(scale, MASK, HAS_SOFTCAP)
 
     # The stretches: records alone from split_begin, mixed from sealed_end, new tokens alone from fresh_begin.
     sealed_end = tl.minimum(tl.minimum(key_boundary, value_boundary), split_end)
@@ -410,7 +477,7 @@ def prefill_kernel(
             REPEATS,
             True,
         )
-        weights, maximum, total, accumulated = softmax_step(logits, maximum, total, accumulated)
+        weights, maximum, total, accumulated = softmax_step(logits, unit, maximum, total, accumulated)
         values = sealed_values(
             value_words_ptr,
             value_meta_ptr,
@@ -473,7 +540,7 @@ def prefill_kernel(
             REPEATS,
             False,
         )
-        weights, maximum, total, accumulated = softmax_step(logits, maximum, total, accumulated)
+        weights, maximum, total, accumulated = softmax_step(logits, unit, maximum, total, accumulated)
         values = mixed_tile(
             value_words_ptr,
             value_meta_ptr,
@@ -526,7 +593,7 @@ def prefill_kernel(
             REPEATS,
             False,
         )
-        weights, maximum, total, accumulated = softmax_step(logits, maximum, total, accumulated)
+        weights, maximum, total, accumulated = softmax_step(logits, unit, maximum, total, accumulated)
         values = new_tokens_tile(
             value_fresh_ptr, value_token_stride, value_channel_stride, token, value_channel, real & value_inside[None, :], first
         )
