@@ -41,9 +41,10 @@ DECODE_TOKENS = 16  # new tokens up to which it is one
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
 DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
 DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
-# By the larger head size, padded: query rows, tokens and warps of a prefill program, and blocks on their way. Two programs fit
+# By the larger head size, padded: query rows, tokens, warps and registers of a prefill program. Two programs fit
 # a multiprocessor of sm_90, so that one restores and exponentiates while the other multiplies matrices.
-PREFILL_BLOCKS = {128: (128, 64, 8, 2), 256: (64, 32, 4, 2)}
+PREFILL_BLOCKS = {128: (128, 64, 8, 128), 256: (64, 32, 4, 255)}
+PREFILL_STAGES = 2  # the next block is on its way while one is multiplied
 PREFILL_PROGRAMS = 2  # wanted for each multiprocessor
 COMBINE_ROWS = 16  # query rows of a program that merges the splits of either
 # By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they
@@ -288,11 +289,13 @@ def _prefill_attention(
     heads = value.shape[1]
     # Channel parts of a record stay apart, each padded by itself.
     key_block, value_block = (max(16, layout.channel_parts * _power(layout.head_dim // layout.channel_parts)) for layout in layouts)
-    query_block, token_block, warps, stages = PREFILL_BLOCKS[max(128, key_block, value_block)]
+    query_block, token_block, warps, registers = PREFILL_BLOCKS[max(128, key_block, value_block)]
     query_blocks = _blocks(new_tokens * (query_heads // heads), query_block)
     wanted = max(1, PREFILL_PROGRAMS * _multiprocessors(query.device) // (rows * heads * query_blocks))
     blocks = query_block, token_block, key_block, value_block
-    options = {"STAGES": stages, "num_warps": warps}
+    options = {"STAGES": PREFILL_STAGES, "num_warps": warps, "maxnreg": registers}
+    if kind in (MASK_BOOL.value, MASK_FLOAT.value):  # a tile of the mask takes registers, and would take shared memory
+        options |= {"STAGES": 1, "maxnreg": 255}
     call = (kind, mask, mask_strides, columns, capacity, scale, softcap, seal)
     return _tiled_attention(prefill_kernel, blocks, wanted, options, query, key, value, state, layouts, *call)
 

@@ -319,13 +319,16 @@ def logit_unit(scale, MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def softmax_step(logits, unit, maximum, total, accumulated):
-    """Weights of a tile's tokens, times 2^WEIGHT_BITS; the running maximum, total and weighted sum, the latter two brought to it."""
+    """Weights of a tile's tokens, times 2^WEIGHT_BITS; the running maximum, total and weighted sum, the latter two brought to it.
+
+    maximum and total: [query rows, 1], since the compiler would keep vectors, unlike matrices, in the layout of a mask that was loaded.
+    """
     # A NaN logit may be dropped by max, but its own exponential is NaN and stays in the total.
-    highest = tl.maximum(maximum, tl.max(logits, 1) * unit)
+    highest = tl.maximum(maximum, tl.max(logits, 1)[:, None] * unit)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = power(logits * unit - (shift - WEIGHT_BITS)[:, None])
+    weights = power(logits * unit - (shift - WEIGHT_BITS))
     decay = power(maximum - shift)
-    return weights, highest, total * decay + tl.sum(weights, 1), accumulated * decay[:, None]
+    return weights, highest, total * decay + tl.sum(weights, 1)[:, None], accumulated * decay
 
 
 @triton.jit
@@ -437,8 +440,8 @@ def prefill_kernel(
     key_fresh_ptr = key_ptr + row * key_row_stride + head * key_head_stride
     value_fresh_ptr = value_ptr + row * value_row_stride + head * value_head_stride
     mask_at = mask_ptr + row * mask_row_stride + head * REPEATS * mask_head_stride
-    maximum = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([QUERY_BLOCK], tl.float32)
+    maximum = tl.full([QUERY_BLOCK, 1], float("-inf"), tl.float32)
+    total = tl.zeros([QUERY_BLOCK, 1], tl.float32)
     accumulated = tl.zeros([QUERY_BLOCK, VALUE_DIM_BLOCK], tl.float32)
 
     for block_start in tl.range(split_begin, sealed_end, TOKEN_BLOCK, num_stages=STAGES):
@@ -494,8 +497,9 @@ def prefill_kernel(
         )
         accumulated = matrix_product(rounded(weights, DTYPE), tl.trans(values), accumulated)
 
-    for block_start in tl.range(sealed_end, tl.minimum(fresh_begin, split_end), TOKEN_BLOCK, num_stages=1):
-        token = block_start + tl.arange(0, TOKEN_BLOCK)
+    MIXED_BLOCK: tl.constexpr = TOKEN_BLOCK // 2  # each place a token may be in takes registers
+    for block_start in tl.range(sealed_end, tl.minimum(fresh_begin, split_end), MIXED_BLOCK, num_stages=1):
+        token = block_start + tl.arange(0, MIXED_BLOCK)
         keys = mixed_tile(
             key_words_ptr,
             key_meta_ptr,
@@ -599,6 +603,7 @@ def prefill_kernel(
         )
         accumulated = matrix_product(rounded(weights, DTYPE), values, accumulated)
 
+    maximum, total = tl.reshape(maximum, [QUERY_BLOCK]), tl.reshape(total, [QUERY_BLOCK])
     if SPLITS == 1:
         store_output(out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, value_channel, value_inside, REPEATS, VALUE_DIM)
     else:
