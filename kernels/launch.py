@@ -296,6 +296,8 @@ def _prefill_attention(
     options = {"STAGES": PREFILL_STAGES, "num_warps": warps, "maxnreg": registers}
     if kind in (MASK_BOOL.value, MASK_FLOAT.value):  # a tile of the mask takes registers, and would take shared memory
         options |= {"STAGES": 1, "maxnreg": 255}
+    elif not _dependent(query.device):  # operands of older tensor cores are held in registers
+        options["maxnreg"] = 255
     call = (kind, mask, mask_strides, columns, capacity, scale, softcap, seal)
     return _tiled_attention(prefill_kernel, blocks, wanted, options, query, key, value, state, layouts, *call)
 

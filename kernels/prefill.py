@@ -54,10 +54,13 @@ def takes_pairs(columns, bits, metadata, dtype):
 @triton.constexpr_function
 def restore_assembly(bits, dtype):
     """Two codes at a time: put below the bits of a power of two, a code is that number plus the code."""
-    kind, power, one, less = ("f16", 0x64006400, 0x3C003C00, 0xE400E400) if dtype == tl.float16 else ("bf16", 0x43004300, 0x3F803F80, 0xC300C300)
+    kind, power, one, less = (
+        ("f16", 0x64006400, 0x3C003C00, 0xE400E400) if dtype == tl.float16 else ("bf16", 0x43004300, 0x3F803F80, 0xC300C300)
+    )
     mask = ((1 << bits) - 1) * 0x10001
     return f"""{{ .reg .b32 t, one, less; shr.u32 t, $2, $3; lop3.b32 t, t, {mask}, {power}, 0xEA;
-        mov.b32 one, {one}; mov.b32 less, {less}; fma.rn.{kind}x2 t, t, one, less; fma.rn.{kind}x2 t, t, $4, $5; mov.b32 {{$0, $1}}, t; }}"""
+        mov.b32 one, {one}; mov.b32 less, {less}; fma.rn.{kind}x2 t, t, one, less; fma.rn.{kind}x2 t, t, $4, $5;
+        mov.b32 {{$0, $1}}, t; }}"""
 
 
 @triton.jit
@@ -167,9 +170,7 @@ def sealed_keys(
     pair += token_part * (DIM // WIDTH) + part * (COLUMNS // WIDTH) + column
     shift = (part * TOKEN_PARTS + token_part) * BITS
     inside = column < COLUMNS // WIDTH
-    tile = restored(
-        words_ptr, meta_ptr, word, pair, shift, inside, inside, BITS, DTYPE, PAIRS, WIDTH, COLUMNS < COLUMN_BLOCK
-    )
+    tile = restored(words_ptr, meta_ptr, word, pair, shift, inside, inside, BITS, DTYPE, PAIRS, WIDTH, COLUMNS < COLUMN_BLOCK)
     return tl.reshape(tile, [BLOCK, DIM_BLOCK])
 
 
@@ -210,9 +211,7 @@ def sealed_values(
     pair = record * (META_RECORD // WIDTH) + ROWS * COLUMNS // META_WORDS // WIDTH
     pair += (part * (ROWS // GROUP) + group) * (TOKENS // WIDTH) + local
     shift = (local // (COLUMNS // WIDTH) * PARTS + part) * BITS
-    tile = restored(
-        words_ptr, meta_ptr, word, pair, shift, row < ROWS, group * SIZE < ROWS, BITS, DTYPE, PAIRS, WIDTH, ROWS < ROW_BLOCK
-    )
+    tile = restored(words_ptr, meta_ptr, word, pair, shift, row < ROWS, group * SIZE < ROWS, BITS, DTYPE, PAIRS, WIDTH, ROWS < ROW_BLOCK)
     return tl.reshape(tile, [DIM_BLOCK, BLOCK])
 
 
@@ -309,7 +308,7 @@ def tile_logits(
 
 @triton.jit
 def logit_unit(scale, MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """What brings :func:`tile_logits` to base 2: above 0, so that a maximum may be taken first, and the product folded into a subtraction."""
+    """What brings :func:`tile_logits` to base 2: above 0, so that maxima may be taken first and the product folded into a subtraction."""
     if HAS_SOFTCAP or MASK == MASK_FLOAT:
         unit = 1.0
     else:
@@ -398,8 +397,8 @@ def prefill_kernel(
 ):
     """One program: QUERY_BLOCK query rows of one batch row and KV head over one split of its tokens.
 
-    Grid, arguments and results are those of ``attention_kernel`` in :mod:`kivi_ops.kernels.attention`; scale >= 0. STAGES: blocks of records and
-    of new tokens that are on their way at a time.
+    Grid, arguments and results are those of ``attention_kernel`` in :mod:`kivi_ops.kernels.attention`; scale >= 0.
+    STAGES: blocks of records and of new tokens that are on their way at a time.
     """
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
     split = tl.program_id(0) % SPLITS
@@ -573,9 +572,7 @@ def prefill_kernel(
     for block_start in tl.range(fresh_begin, split_end, TOKEN_BLOCK, num_stages=STAGES):
         token = block_start + tl.arange(0, TOKEN_BLOCK)
         real = (token < end)[:, None]
-        keys = new_tokens_tile(
-            key_fresh_ptr, key_token_stride, key_channel_stride, token, key_channel, real & key_inside[None, :], first
-        )
+        keys = new_tokens_tile(key_fresh_ptr, key_token_stride, key_channel_stride, token, key_channel, real & key_inside[None, :], first)
         logits = tile_logits(
             query,
             keys,
@@ -605,7 +602,9 @@ def prefill_kernel(
 
     maximum, total = tl.reshape(maximum, [QUERY_BLOCK]), tl.reshape(total, [QUERY_BLOCK])
     if SPLITS == 1:
-        store_output(out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, value_channel, value_inside, REPEATS, VALUE_DIM)
+        store_output(
+            out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, value_channel, value_inside, REPEATS, VALUE_DIM
+        )
     else:
         slot = (row_head * SPLITS + split) * query_rows + query_row
         tl.store(maximum_ptr + slot, maximum / LOG2_E, mask=live)
