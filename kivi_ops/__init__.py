@@ -7,7 +7,7 @@ from kivi_ops.config import KiviConfig
 from kivi_ops.state import KiviState
 
 __version__ = "0.1.0"
-__all__ = ["KiviCache", "KiviConfig", "KiviState", "ops"]
+__all__ = ["KiviCache", "KiviConfig", "KiviState", "explain", "ops"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,4 +15,8 @@ def __getattr__(name: str) -> Any:
         from kivi_ops.cache import KiviCache
 
         return KiviCache
+    if name == "explain":  # needs the compiler's modules, which take a while to import
+        from kivi_ops.passes.backend import explain
+
+        return explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,11 @@
-"""``torch.compile(model, backend="kivi")``: graphs that hold ``kivi::update`` go through the pass, then everything to another compiler.
+"""``torch.compile(model, backend="kivi")``: graphs that attend over a cache go through the pass, then everything to another compiler.
 
 The entry point is :func:`kivi`. Must not know how attention is spelled (:mod:`kivi_ops.passes.match`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -15,33 +16,39 @@ from typing import Any
 import torch
 import torch.compiler.config
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._logging import getArtifactLogger, trace_structured
 from torch.fx import GraphModule, Node
 
 import kivi_ops
 import kivi_ops.kernels
 import kivi_ops.passes
+from kivi_ops.config import KiviConfig
+from kivi_ops.passes.float_caches import match_float_caches
 from kivi_ops.passes.match import AttentionSite, Refusal, match
-from kivi_ops.passes.nodes import arguments, is_op, location
+from kivi_ops.passes.nodes import arguments, is_op, location, value
 from kivi_ops.passes.normalise import normalise
 from kivi_ops.passes.options import Options
 from kivi_ops.passes.plan import Plan, plan
 from kivi_ops.passes.report import RewriteReport, SiteReport, remember
-from kivi_ops.passes.rewrite import rewrite, settle_lengths, settle_positions
+from kivi_ops.passes.rewrite import adopt, rewrite, settle_lengths, settle_positions
+from kivi_ops.passes.states import Binding, with_states
 
 cache_config: Any = torch.compiler.config
 log = logging.getLogger("kivi_ops.passes")
 graph_log = getArtifactLogger("torch._dynamo.kivi", "graph_code")  # below torch's own logger: TORCH_LOGS=graph_code shows it
 
-NO_UPDATE = "no kivi::update in this graph"
+NO_UPDATE = "no kivi::update in this graph"  # and nothing that looks like attention
+NOT_FOUND = "attention is inside a higher-order operator, or spelled in no way that the pass knows"
 
 
 def kivi(
     module: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend: attention over a :class:`KiviCache` becomes ``kivi::attention`` and ``kivi::append``, the rest is compiled as ever.
+    """The backend: attention over a cache becomes ``kivi::attention`` and ``kivi::append``, the rest is compiled as ever.
 
-    A site that the pass does not understand stays as it is (``kivi::update`` and the model's own attention: right, and slow) and is
+    The cache is a :class:`KiviCache`, or the model's own static float cache; that is still written, and a state is kept beside it
+    (:mod:`kivi_ops.passes.states`). A site that the pass does not understand stays as it is (right, and slow or unquantised) and is
     reported: :func:`kivi_ops.passes.last_report`, and the logger ``kivi_ops.passes``.
 
     Args:
@@ -49,39 +56,56 @@ def kivi(
         mode: as in ``torch.compile``; since that refuses ``mode=`` beside ``options=``, the options have a ``"mode"`` too.
         options: ``"compiler"``: what compiles the rewritten graph: ``"inductor"`` (default), ``"aot_eager"``, ``"eager"``,
             ``"torch_tensorrt"`` or a callable backend. ``"strict"``: True makes a graph with no rewritten site, or with a refused one,
-            an error. Fields of :class:`KiviConfig`: must be those of the caches in the graph.
+            an error. Fields of :class:`KiviConfig`: how float caches are quantised; must be those of the :class:`KiviCache` in the graph.
 
     Raises:
         ValueError, TypeError: an option that is unknown, impossible, or not the cache's.
         RuntimeError: a cache would need a gradient; ``strict`` is not met.
     """
     chosen = Options.read(mode, options)
-    if not _updates(module):
-        report = RewriteReport(note=NO_UPDATE)
-        _tell(report, chosen.strict)
+    updates = _updates(module)
+    if not updates and not _attends(module):
+        _tell(RewriteReport(note=NO_UPDATE), chosen.strict)
         return _compile(module, example_inputs, chosen)
-    _check_no_grad(module, example_inputs)
-    for node in _updates(module):
+    needs_grad = _needs_grad(module, example_inputs)
+    _check_no_grad(updates, needs_grad)
+    for node in updates:
         _check_config(node, chosen.config)
+    if needs_grad and not updates:
+        _tell(RewriteReport(note="left float: it needs gradients; run the model under torch.no_grad()"), chosen.strict)
+        return _compile(module, example_inputs, chosen)
     try:
         normalised = normalise(module, example_inputs)
     except Exception as error:  # any failure to trace: compiled as it came, which is right and slow
-        report = RewriteReport(note=f"the graph cannot be normalised: {type(error).__name__}: {error}")
         log.debug("normalising failed", exc_info=True)
-    else:
-        module, report = normalised, run_pass(normalised)
+        _tell(RewriteReport(note=f"the graph cannot be normalised: {type(error).__name__}: {error}"), chosen.strict)
+        _show(module)
+        return _compile(module, example_inputs, chosen)
+    bindings: list[Binding] = []
+    report = run_pass(normalised, KiviConfig(**chosen.config), bindings)
     _tell(report, chosen.strict)
-    _show(module)
-    return _compile(module, example_inputs, chosen)
+    if not updates and not report.rewritten:
+        return _compile(module, example_inputs, chosen)
+    _show(normalised)
+    compiled = _compile(normalised, [*example_inputs, *_state_examples(normalised, len(example_inputs))], chosen)
+    return with_states(compiled, bindings) if bindings else compiled
 
 
-def run_pass(module: GraphModule) -> RewriteReport:
-    """Match, plan and rewrite a normalised graph in place."""
+def run_pass(module: GraphModule, config: KiviConfig | None = None, bindings: list[Binding] | None = None) -> RewriteReport:
+    """Match, plan and rewrite a normalised graph in place.
+
+    Args:
+        config: how the model's own float caches are quantised, ``KiviConfig()`` if None; a ``kivi::update`` has its own.
+        bindings: is told, for each float cache that is now attended to through a state, where that is found; the graph has the states'
+            tensors as further inputs, in this order. None: float caches are left alone, for nobody would hand their states in.
+    """
     settle_positions(module)
     settle_lengths(module)
     plans: list[Plan] = []
     sites: list[SiteReport] = []
-    for found in match(module.graph):
+    places = {node: place for place, node in enumerate(module.graph.nodes)}
+    candidates = match(module.graph) + ([] if bindings is None else match_float_caches(module.graph))
+    for found in sorted(candidates, key=lambda found: places[found.node]):
         outcome = plan(module.graph, found) if isinstance(found, AttentionSite) else found
         where = location(found.node)
         if isinstance(outcome, Refusal):
@@ -89,8 +113,59 @@ def run_pass(module: GraphModule) -> RewriteReport:
         else:
             plans.append(outcome)
             sites.append(SiteReport(True, outcome.site.spelling, where.layer, where.source))
+    plans, adopted = adopt(module, plans, config or KiviConfig())
+    if bindings is not None:
+        bindings.extend(adopted)
     rewrite(module, plans)
-    return RewriteReport(tuple(sites), "" if sites else "kivi::update is inside a higher-order operator")
+    return RewriteReport(tuple(sites), "" if sites else NOT_FOUND)
+
+
+class _Explained(Exception):
+    """Ends a compilation when all that was wanted is its report."""
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> RewriteReport:
+    """Print which attentions of ``model(*args, **kwargs)`` the backend would rewrite, and why not the others; return that report.
+
+    The model is captured as one graph and neither compiled nor run; caches must be allocated, and stay as they are.
+
+    Raises:
+        Exception: what Dynamo raises where the model is not one graph.
+    """
+    found: list[RewriteReport] = []
+
+    def capture(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not _updates(module) and not _attends(module):
+            found.append(RewriteReport(note=NO_UPDATE))
+        else:
+            found.append(run_pass(normalise(module, example_inputs), bindings=[]))
+        raise _Explained
+
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False):
+            torch.compile(model, backend=capture, fullgraph=True)(*args, **kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _Explained):
+            raise
+    report = found[-1] if found else RewriteReport(note="nothing to compile")
+    print(report)
+    return report
+
+
+def _attends(module: GraphModule) -> bool:
+    """Whether anything in a Dynamo graph may be attention."""
+    return any("softmax" in str(node.target) or "scaled_dot_product" in str(node.target) for node in _nodes(module))
+
+
+def _state_examples(module: GraphModule, inputs: int) -> list[Tensor]:
+    """Fake state tensors in the mode that the compilers go on with; real zeros where there is none."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context and context.fake_mode else contextlib.nullcontext()
+    with mode:
+        return [
+            torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            for like in (value(node) for node in module.graph.find_nodes(op="placeholder")[inputs:])
+        ]
 
 
 def _updates(module: GraphModule) -> list[Node]:
@@ -126,27 +201,33 @@ def _show(module: GraphModule) -> None:
 # ---------------------------------------------------------------------------------------------------------------- checks
 
 
-def _check_no_grad(module: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """An update has no backward: say so now, and not when the compiled graph first runs."""
+def _needs_grad(module: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
+    """The nodes whose results would have a gradient."""
     grad = torch.is_grad_enabled()
     examples = iter(example_inputs)
+    inputs: set[Node] = set()
     needs_grad: set[Node] = set()
     for node in module.graph.nodes:
         if node.op == "placeholder":
             example = next(examples)
             if isinstance(example, Tensor) and example.requires_grad:
-                needs_grad.add(node)
+                inputs.add(node)
         elif node.target is torch._C._set_grad_enabled:
             grad = node.args[0]
         elif node.target in ("detach", torch.detach) or not grad:
             continue
-        elif any(source in needs_grad for source in node.all_input_nodes):
+        elif any(source in needs_grad or source in inputs for source in node.all_input_nodes):
             needs_grad.add(node)
-            if node.target is torch.ops.kivi.update or is_op(node, torch.ops.kivi.update):
-                raise RuntimeError(
-                    "kivi::update has no backward, and its Keys or Values depend on an input that requires grad; run the model under "
-                    "torch.no_grad()"
-                )
+    return needs_grad
+
+
+def _check_no_grad(updates: Sequence[Node], needs_grad: set[Node]) -> None:
+    """An update has no backward: say so now, and not when the compiled graph first runs."""
+    if any(node in needs_grad for node in updates):
+        raise RuntimeError(
+            "kivi::update has no backward, and its Keys or Values depend on an input that requires grad; run the model under "
+            "torch.no_grad()"
+        )
 
 
 def _check_config(update: Node, config: Mapping[str, Any]) -> None:

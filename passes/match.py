@@ -1,14 +1,16 @@
 """Finds attention over a cache in a normalised graph and says what it is, or why it is left alone. Edits nothing.
 
-Here a cache is what ``kivi::update`` returns. Matched is attention over all of its columns, read directly or through copies and head
-expansion (``unsqueeze`` + ``expand`` + ``reshape``, ``repeat_interleave``, ``enable_gqa``), spelled as
-``scaled_dot_product_attention`` with a mask, or as ``matmul, scale, softcap, + mask, softmax, to, dropout, matmul``. Everything on a
-matched node is carried over, or the match is refused. Must not know where nodes may be moved to (:mod:`kivi_ops.passes.plan`).
+Here a cache is what ``kivi::update`` returns (:mod:`kivi_ops.passes.float_caches` finds the others). Matched is attention over all of
+its columns, read directly or through copies and head expansion (``unsqueeze`` + ``expand`` + ``reshape``, ``repeat_interleave``,
+``enable_gqa``), spelled as ``scaled_dot_product_attention`` with a mask, or as ``matmul, scale, softcap, + mask, softmax, to, dropout,
+matmul``. Everything on a matched node is carried over, or the match is refused. Must not know where nodes may be moved to
+(:mod:`kivi_ops.passes.plan`).
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,11 @@ class CacheWrite:
     @property
     def state(self) -> list[Node]:
         return [self.arguments[state] for state in STATE_NAMES]
+
+    @property
+    def spelling(self) -> str:
+        """What a report says of it: nothing, for the operator is its only spelling."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,8 @@ class AttentionSite:
             parts.append("bool mask" if value(attention.attn_mask).dtype == torch.bool else "float mask")
         if attention.softcap is not None:
             parts.append("softcap")
+        if self.write.spelling:
+            parts.append(self.write.spelling)
         return ", ".join(parts)
 
 
@@ -119,6 +128,12 @@ def cache_writes(graph: Graph) -> list[CacheWrite]:
     return writes
 
 
+def is_update_result(node: Node) -> bool:
+    """Whether ``node`` reads, at last, what a ``kivi::update`` returned."""
+    source = read_through(node).source
+    return source.target is operator.getitem and is_op(source.args[0], torch.ops.kivi.update)
+
+
 def _match_write(write: CacheWrite, attentions: Iterable[Node]) -> AttentionSite | Refusal:
     readers = []
     for node in attentions:
@@ -134,8 +149,8 @@ def _match_write(write: CacheWrite, attentions: Iterable[Node]) -> AttentionSite
         if len(readers) > 1:
             raise Unmatched(f"{len(readers)} attentions read one update")
         attention = read_attention(readers[0])
-        _check_reads(write, attention)
-        _check_mask(write, attention)
+        check_reads(write, attention)
+        check_mask(write, attention)
         return AttentionSite(write, attention, _owned(write, attention))
     except Unmatched as unmatched:
         return Refusal(place, str(unmatched))
@@ -429,7 +444,7 @@ def _swaps_last_two(node: Node) -> bool:
 # ---------------------------------------------------------------------------------------------- does it fit the operator
 
 
-def _check_reads(write: CacheWrite, attention: Attention) -> None:
+def check_reads(write: CacheWrite, attention: Attention) -> None:
     if attention.key.source is not write.key or attention.value.source is not write.value:
         raise Unmatched(f"{described(attention.output)} reads the Values of this update but Keys of {described(attention.key.source)}")
     query, new_key = value(attention.query), value(write.arguments["key"])
@@ -452,7 +467,7 @@ def _check_reads(write: CacheWrite, attention: Attention) -> None:
         raise Unmatched(f"{query.shape[1]} query heads meet {heads} Key heads")
 
 
-def _check_mask(write: CacheWrite, attention: Attention) -> None:
+def check_mask(write: CacheWrite, attention: Attention) -> None:
     """A mask that says which columns are visible: without one the float attention sees unwritten columns (zeros) too."""
     capacity = write.arguments["capacity"]
     if attention.attn_mask is None:

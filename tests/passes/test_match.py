@@ -427,5 +427,6 @@ def test_a_graph_break_between_update_and_attention_is_named() -> None:
 
     model, recorder = Model(breaks), Recorder()
     run_steps(torch.compile(model, backend=recorder), model.state(), torch.bool, [1])
-    (with_update,) = [report for report in reports()[-len(recorder.after) :] if report.sites]
+    with_update, with_attention = [report for report in reports()[-len(recorder.after) :] if report.sites]
     assert "leave the graph (is there a graph break before the attention?)" in with_update.refused[0].how
+    assert "come from an input that this graph does not write" in with_attention.refused[0].how
