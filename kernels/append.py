@@ -93,7 +93,6 @@ def fill_block(
 
     No part of the block may lie outside of the words. ``record`` is int64.
     """
-    FIELDS: tl.constexpr = 16 // BITS
     TOKEN_PARTS: tl.constexpr = 16 // BITS // PARTS
     ROWS: tl.constexpr = GROUP if IS_KEY else DIM // PARTS
     COLUMNS: tl.constexpr = DIM // PARTS if IS_KEY else TOKENS // TOKEN_PARTS
@@ -110,23 +109,21 @@ def fill_block(
         offset = column.to(tl.int64)[None, :] * token_stride + row.to(tl.int64)[:, None] * channel_stride
     words = tl.zeros([GROUP, COLUMN_BLOCK], tl.int32)
     weight = tl.full([], 1, tl.int32)  # of a field in its word
-    fresh_at = fresh_ptr + offset
-    following = tl.load(tl.max_contiguous(fresh_at, (1, 2)) if IS_KEY else fresh_at)
     nought = tl.zeros([], tl.int64)
-    for field in range(FIELDS):
-        x = following
-        # The next field (or the last again) is on its way while this one is quantised.
-        next_field = tl.minimum(field + 1, FIELDS - 1)
+    for field in range(16 // BITS):
         if IS_KEY:
-            first_token, first_channel = next_field % TOKEN_PARTS * GROUP, next_field // TOKEN_PARTS * COLUMNS
+            token_part, channel_part = field % TOKEN_PARTS, field // TOKEN_PARTS
+            first_token, first_channel = token_part * GROUP, channel_part * COLUMNS
+            pair = token_part * DIM + first_channel + column
         else:
-            first_token, first_channel = next_field // PARTS * COLUMNS, next_field % PARTS * ROWS
-        fresh_at = fresh_ptr + (nought + first_token) * token_stride + (nought + first_channel) * channel_stride + offset
-        following = tl.load(tl.max_contiguous(fresh_at, (1, 2)) if IS_KEY else fresh_at)
+            token_part, channel_part = field // PARTS, field % PARTS
+            first_token, first_channel = token_part * COLUMNS, channel_part * ROWS
+            pair = (channel_part * (ROWS // GROUP) + row_block) * TOKENS + first_token + column
+        field_ptr = fresh_ptr + (nought + first_token) * token_stride + (nought + first_channel) * channel_stride
+        fresh_at = field_ptr + offset
         if IS_KEY:
-            pair = field % TOKEN_PARTS * DIM + field // TOKEN_PARTS * COLUMNS + column
-        else:
-            pair = (field % PARTS * (ROWS // GROUP) + row_block) * TOKENS + field // PARTS * COLUMNS + column
+            fresh_at = tl.max_contiguous(fresh_at, (1, 2))
+        x = tl.load(fresh_at)
         EXACT: tl.constexpr = x.dtype == meta_ptr.dtype.element_ty and x.dtype != tl.float32
         codes, scale, minimum = quantize_tile(widen(x), None, 0, BITS, meta_ptr.dtype.element_ty, EXACT)
         if EXACT:
