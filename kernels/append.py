@@ -123,13 +123,9 @@ def fill_block(
         fresh_at = field_ptr + offset
         if IS_KEY:
             fresh_at = tl.max_contiguous(fresh_at, (1, 2))
-        x = tl.load(fresh_at)
-        EXACT: tl.constexpr = x.dtype == meta_ptr.dtype.element_ty and x.dtype != tl.float32
-        codes, scale, minimum = quantize_tile(widen(x), None, 0, BITS, meta_ptr.dtype.element_ty, EXACT)
-        if EXACT:
-            words += codes * tl.where(scale == scale, weight, 0)[None, :]
-        else:
-            words += codes * weight
+        x = widen(tl.load(fresh_at))
+        codes, scale, minimum = quantize_tile(x, None, 0, BITS, meta_ptr.dtype.element_ty)
+        words += codes * weight
         weight *= 2**BITS
         tl.store(scale_ptr + pair, scale)
         tl.store(scale_ptr + PAIRS + pair, minimum)

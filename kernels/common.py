@@ -93,7 +93,7 @@ def extremes(low, high, AXIS: tl.constexpr):
 
 
 @triton.jit
-def scaled_codes(x, scale, minimum, plain, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr, EXACT: tl.constexpr):
+def scaled_codes(x, scale, minimum, plain, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr):
     """The codes of :func:`quantize_tile` for 16-bit metadata, without a division for each element.
 
     x: float32, tile; scale, minimum in METADATA and bool ``plain`` (false where all codes are 0), without ``AXIS``.
@@ -111,9 +111,7 @@ def scaled_codes(x, scale, minimum, plain, AXIS: tl.constexpr, BITS: tl.constexp
         scale, y = scale * unit, y * tl.expand_dims(unit, AXIS)
     inverse = tl.where(plain, 1.0 / scale, 0.0)
     rest = multiply_add(-scale, inverse, tl.full(scale.shape, 1.0, tl.float32)) * inverse
-    if not EXACT:
-        y = tl.maximum(y, 0.0)  # NaN becomes 0
-    y = tl.minimum(y, tl.expand_dims(scale * (LEVELS * 1.0), AXIS))
+    y = tl.minimum(tl.maximum(y, 0.0), tl.expand_dims(scale * (LEVELS * 1.0), AXIS))  # NaN becomes 0
     return multiply_add(y, tl.expand_dims(inverse, AXIS), y * tl.expand_dims(rest, AXIS))
 
 
@@ -126,13 +124,12 @@ def divided_codes(x, scale, minimum, plain, AXIS: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr, EXACT: tl.constexpr = False):
+def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl.constexpr):
     """Quantise groups that lie along ``AXIS`` (contract section 1).
 
     x: float32; valid: bool of its shape, lanes that belong to the group; None where all do.
     Returns int32 of its shape whose lower 16 bits are the code (the upper ones mean nothing: shift, add, and cut off), scale and min
-    in METADATA without that axis. EXACT: all of x were in METADATA, so that none is below the stored min; the codes of a group whose scale
-    is NaN then mean nothing.
+    in METADATA without that axis.
     """
     LEVELS: tl.constexpr = 2**BITS - 1
     LARGEST: tl.constexpr = (
@@ -157,7 +154,7 @@ def quantize_tile(x, valid, AXIS: tl.constexpr, BITS: tl.constexpr, METADATA: tl
     if METADATA == tl.float32:
         code = divided_codes(x, scale, minimum, plain, AXIS, BITS)
     else:
-        code = scaled_codes(x, scale, minimum, plain, AXIS, BITS, METADATA, EXACT)
+        code = scaled_codes(x, scale, minimum, plain, AXIS, BITS, METADATA)
     codes = (code + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: rounds half to even, into the lowest bits
     nan = constant_tile(float("nan"), scale, METADATA)
     return codes, tl.where(broken, nan, scale), tl.where(broken, nan, minimum)
