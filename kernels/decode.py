@@ -436,7 +436,7 @@ def slice_values(
 # ------------------------------------------------------------------------------------------------------------ kernel
 
 
-@triton.jit(do_not_specialize=["splits", "finest", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
+@triton.jit(do_not_specialize=["splits", "finest", "rows", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
 def decode_kernel(
     query_ptr,
     key_ptr,

@@ -520,7 +520,7 @@ def sealed_values(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: g
 # --------------------------------------------------------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=["splits", "finest", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
+@gluon.jit(do_not_specialize=["splits", "finest", "rows", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
 def decode_kernel(
     query_ptr,
     key_ptr,

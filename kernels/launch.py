@@ -43,14 +43,28 @@ DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while 
 DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
 # Rows of unlike length are dealt this many waves, so that the last programs to start are short; one where a row has RAGGED_SPLITS programs
 # of it already, or where RAGGED_TOKENS, which a program has at least when all rows are full, would not be left.
-RAGGED_WAVES = 3
+RAGGED_WAVES = 4
 RAGGED_SPLITS = 16
 RAGGED_TOKENS = 1024
-# By the larger head size, padded: query rows, tokens, warps and registers of a prefill program. Two programs fit
-# a multiprocessor of sm_90, so that one restores and exponentiates while the other multiplies matrices.
-PREFILL_BLOCKS = {128: (128, 64, 4, 255), 256: (64, 32, 4, 255)}
-PREFILL_STAGES = 2  # the next block is on its way while one is multiplied
-PREFILL_PROGRAMS = 2  # wanted for each multiprocessor
+
+
+class PrefillTile(NamedTuple):
+    """What a prefill program takes at a time, with what, and how many programs are wanted for each multiprocessor."""
+
+    query_rows: int
+    tokens: int
+    warps: int
+    registers: int
+    stages: int  # 2: the next block of tokens is on its way while one is multiplied
+    programs: int
+
+
+# Measured on an H200, where one may take 227 KB: while one group of warps restores and exponentiates, another multiplies matrices.
+PREFILL_FEW = PrefillTile(128, 64, 4, 255, 2, 2)
+PREFILL_MANY = PrefillTile(256, 64, 8, 255, 3, 1)
+PREFILL_MASKED = PrefillTile(128, 64, 8, 255, 2, 1)  # a tile of the mask takes registers
+PREFILL_OTHER = PrefillTile(128, 64, 8, 255, 2, 2)  # other tensor cores take operands from registers; 99 KB of shared memory are enough
+PREFILL_WIDE = PrefillTile(64, 32, 4, 255, 2, 2)  # head sizes above 128
 COMBINE_ROWS = 16  # query rows of a program that merges the splits of tiles
 # By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they
 # become resident while the splits are still at work.
@@ -183,6 +197,12 @@ def _multiprocessors(device: torch.device) -> int:
 def _dependent(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one before it ends (sm_90 and later)."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _wgmma(device: torch.device) -> bool:
+    """Whether tensor cores multiply matrices that lie in shared memory, for four warps at a time (sm_90 alone)."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
@@ -345,15 +365,21 @@ def _prefill_attention(call: AttentionCall) -> Tensor:
         call = call._replace(query=-call.query, scale=-call.scale)
     # Channel parts of a record stay apart, each padded by itself.
     key_block, value_block = (max(16, layout.channel_parts * _power(layout.head_dim // layout.channel_parts)) for layout in call.layouts)
-    query_block, token_block, warps, registers = PREFILL_BLOCKS[max(128, key_block, value_block)]
-    programs = call.query.shape[0] * call.heads * _blocks(call.query_rows, query_block)
-    wanted = max(1, PREFILL_PROGRAMS * _multiprocessors(call.query.device) // programs)
-    options = {"STAGES": PREFILL_STAGES, "num_warps": warps, "maxnreg": registers}
-    if call.kind in (MASK_BOOL.value, MASK_FLOAT.value):  # a tile of the mask takes registers, and would take shared memory
-        options |= {"STAGES": 1, "maxnreg": 255}
-    elif not _dependent(call.query.device):  # operands of older tensor cores are held in registers
-        options["maxnreg"] = 255
-    return _tiled_attention(call, prefill_kernel, (query_block, token_block, key_block, value_block), wanted, options)
+    tile = _prefill_tile(call, max(key_block, value_block))
+    programs = call.query.shape[0] * call.heads * _blocks(call.query_rows, tile.query_rows)
+    wanted = max(1, tile.programs * _multiprocessors(call.query.device) // programs)
+    options = {"STAGES": tile.stages, "num_warps": tile.warps, "maxnreg": tile.registers}
+    return _tiled_attention(call, prefill_kernel, (tile.query_rows, tile.tokens, key_block, value_block), wanted, options)
+
+
+def _prefill_tile(call: AttentionCall, channels: int) -> PrefillTile:
+    if channels > 128:
+        return PREFILL_WIDE
+    if not _wgmma(call.query.device):
+        return PREFILL_OTHER
+    if call.kind in (MASK_BOOL.value, MASK_FLOAT.value):
+        return PREFILL_MASKED
+    return PREFILL_FEW if call.query_rows <= PREFILL_FEW.query_rows else PREFILL_MANY
 
 
 def _tiled_attention(call: AttentionCall, kernel: Any, blocks: tuple[int, int, int, int], wanted: int, options: dict[str, int]) -> Tensor:
