@@ -152,7 +152,7 @@ def _match(node: Node, uses: _Uses) -> AttentionSite:
     attention = replace(attention, key=key_view, value=value_view)
     if key.cache is value_.cache and not _disjoint(key_view, value_view):
         raise Unmatched("Keys and Values are one tensor")
-    consecutive = all([_check_position(write, uses) for write in (key, value_)])
+    key_consecutive, value_consecutive = _check_position(key, uses), _check_position(value_, uses)
     if not _same(key.position, value_.position):
         raise Unmatched(f"Keys and Values are written at positions of their own, by {described(key.node)} and {described(value_.node)}")
     cache = FloatCache(
@@ -163,7 +163,7 @@ def _match(node: Node, uses: _Uses) -> AttentionSite:
         key_write=key,
         value_write=value_,
         regions=(_region(key_view, uses), _region(value_view, uses)),
-        consecutive=consecutive,
+        consecutive=key_consecutive and value_consecutive,
     )
     check_reads(cache, attention)
     check_mask(cache, attention)

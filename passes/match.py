@@ -1,9 +1,9 @@
 """Finds attention over a cache in a normalised graph and says what it is, or why it is left alone. Edits nothing.
 
 Here a cache is what ``kivi::update`` returns (:mod:`kivi_ops.passes.float_caches` finds the others). Matched is attention over its columns,
-or the first n of them, read in any way that :mod:`kivi_ops.passes.views` follows, spelled as ``scaled_dot_product_attention``, or as ``matmul,
-scale, softcap, masks, softmax, to, dropout, matmul``. Everything on a matched node is carried over, or the match is refused. Must not know where nodes may be moved to
-(:mod:`kivi_ops.passes.plan`).
+or the first n of them, read in any way that :mod:`kivi_ops.passes.views` follows, spelled as ``scaled_dot_product_attention``, or as
+``matmul, scale, softcap, masks, softmax, to, dropout, matmul``. Everything on a matched node is carried over, or the match is refused. Must
+not know where nodes may be moved to (:mod:`kivi_ops.passes.plan`).
 """
 
 from __future__ import annotations
