@@ -1,9 +1,11 @@
-"""What the pass did to a graph, in plain strings: nothing here keeps a graph or a tensor alive."""
+"""What the pass did to a graph, in plain strings: no report that is kept keeps a graph or a tensor alive."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from kivi_ops.passes.states import Binding
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,15 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class RewriteReport:
-    """One graph: its sites in the order in which they run, and a ``note`` where there is something to say of the whole."""
+    """One graph: its sites in the order in which they run, and a ``note`` where there is something to say of the whole.
+
+    ``bindings``: where the rewritten graph finds the states of float caches, in the order of its further inputs; reports that are kept
+    have none.
+    """
 
     sites: tuple[SiteReport, ...] = ()
     note: str = ""
+    bindings: tuple[Binding, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -50,7 +57,7 @@ _REPORTS: deque[RewriteReport] = deque(maxlen=64)
 
 
 def remember(report: RewriteReport) -> None:
-    _REPORTS.append(report)
+    _REPORTS.append(replace(report, bindings=()))
 
 
 def reports() -> tuple[RewriteReport, ...]:
