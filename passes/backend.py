@@ -59,24 +59,24 @@ def kivi(
     chosen = Options.read(mode, options)
     updates = _updates(module)
     if not updates and not _attends(module):
-        _tell(RewriteReport(note=NO_UPDATE), chosen.strict)
+        _tell(RewriteReport(note=NO_UPDATE), chosen)
         return _compile(module, example_inputs, chosen)
     needs_grad = _needs_grad(module, example_inputs)
     _check_no_grad(updates, needs_grad)
     for node in updates:
         _check_config(node, chosen.config)
     if needs_grad and not updates:
-        _tell(RewriteReport(note="left float: it needs gradients; run the model under torch.no_grad()"), chosen.strict)
+        _tell(RewriteReport(note="left float: it needs gradients; run the model under torch.no_grad()"), chosen)
         return _compile(module, example_inputs, chosen)
     try:
         normalised = normalise(module, example_inputs)
     except Exception as error:  # any failure to trace: compiled as it came, which is right and slow
         log.debug("normalising failed", exc_info=True)
-        _tell(RewriteReport(note=f"the graph cannot be normalised: {type(error).__name__}: {error}"), chosen.strict)
+        _tell(RewriteReport(note=f"the graph cannot be normalised: {type(error).__name__}: {error}"), chosen)
         _show(module)
         return _compile(module, example_inputs, chosen)
     report = rewrite(normalised, KiviConfig(**chosen.config), free_float_cache=chosen.free_float_cache)
-    _tell(report, chosen.strict)
+    _tell(report, chosen)
     if not updates and not report.rewritten:
         return _compile(module, example_inputs, chosen)
     _show(normalised)
@@ -132,9 +132,11 @@ def _nodes(module: GraphModule) -> list[Node]:
     return [node for inner in module.modules() if isinstance(inner, GraphModule) for node in inner.graph.nodes]
 
 
-def _tell(report: RewriteReport, strict: bool) -> None:
+def _tell(report: RewriteReport, options: Options) -> None:
     remember(report)
-    if strict and (report.refused or not report.rewritten):
+    if options.free_float_cache and not report.rewritten and report.note != NO_UPDATE:
+        raise RuntimeError(f"option 'free_float_cache' is True, and this graph may need the float caches: {report}")
+    if options.strict and (report.refused or not report.rewritten):
         raise RuntimeError(f"option 'strict' is True, and this graph is not rewritten whole: {report}")
     if report.refused or (not report.rewritten and report.note != NO_UPDATE):
         log.warning("%s", report)

@@ -123,8 +123,10 @@ def freed_inputs(bindings: Iterable[Binding]) -> set[int]:
 def with_states(compiled: Callable[..., Any], bindings: Sequence[Binding]) -> Callable[..., Any]:
     """A rewritten graph as what Dynamo calls: finds the states of the caches it is handed, and hands them on as further inputs."""
     freed = freed_inputs(bindings)
+    last = {place: binding for binding in bindings for place in (binding.key, binding.value)}  # several layers may be in one tensor
 
     def run(*args: Any) -> Any:
+        given_back = 0
         pairs = [(args[binding.key], args[binding.value]) for binding in bindings]
         states = []
         for pair, binding in zip(pairs, bindings, strict=True):
@@ -137,10 +139,9 @@ def with_states(compiled: Callable[..., Any], bindings: Sequence[Binding]) -> Ca
             states.append(owned)
             if binding.free:
                 owned.freed = True
-                last = {place: other for other in bindings for place in (other.key, other.value)}
-                for place in (binding.key, binding.value):
-                    if last[place] is binding:  # several layers may be in one tensor
-                        _free(args[place])
+                given_back += sum(_free(args[place]) for place in (binding.key, binding.value) if last[place] is binding)
+        if given_back:
+            log.info("freed float caches of %d bytes", given_back)
         for owned in states:
             owned.versions = None  # a call that fails half way leaves nothing to rely on
         kept = [arg for place, arg in enumerate(args) if place not in freed] if freed else args
@@ -152,11 +153,13 @@ def with_states(compiled: Callable[..., Any], bindings: Sequence[Binding]) -> Ca
     return run
 
 
-def _free(tensor: Tensor) -> None:
-    """Give the memory back. What is left has sizes, so that Dynamo knows it again, and fails where somebody wants to write or view it."""
-    if not _is_freed(tensor):
+def _free(tensor: Tensor) -> int:
+    """Give the memory back; how many bytes. What is left has sizes, so that Dynamo knows it again, and fails if it is written or viewed."""
+    size = tensor.untyped_storage().nbytes()
+    if size:
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         tensor.untyped_storage().resize_(0)
+    return size
 
 
 def _is_freed(tensor: Tensor) -> bool:
