@@ -26,14 +26,12 @@ from kivi_ops.passes.nodes import arguments, is_op
 from kivi_ops.passes.normalise import normalise
 from kivi_ops.passes.options import Options
 from kivi_ops.passes.pipeline import inputs_of, rewrite
-from kivi_ops.passes.report import RewriteReport, remember
+from kivi_ops.passes.report import NO_UPDATE, RewriteReport, tell
 from kivi_ops.passes.states import with_states
 
 cache_config: Any = torch.compiler.config
 log = logging.getLogger("kivi_ops.passes")
 graph_log = getArtifactLogger("torch._dynamo.kivi", "graph_code")  # below torch's own logger: TORCH_LOGS=graph_code shows it
-
-NO_UPDATE = "no kivi::update in this graph"  # and nothing that looks like attention
 
 
 def kivi(
@@ -57,12 +55,11 @@ def kivi(
         RuntimeError: a cache would need a gradient; ``strict`` is not met.
     """
     chosen = Options.read(mode, options)
-    updates = _updates(module)
+    updates = updates_of(module)
     if not updates and not _attends(module):
         _tell(RewriteReport(note=NO_UPDATE), chosen)
         return _compile(module, example_inputs, chosen)
-    needs_grad = _needs_grad(module, example_inputs)
-    _check_no_grad(updates, needs_grad)
+    needs_grad = check_gradients(module, example_inputs)
     for node in updates:
         _check_config(node, chosen.config)
     if needs_grad and not updates:
@@ -99,7 +96,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> RewriteRepo
     found: list[RewriteReport] = []
 
     def capture(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not _updates(module) and not _attends(module):
+        if not updates_of(module) and not _attends(module):
             found.append(RewriteReport(note=NO_UPDATE))
         else:
             found.append(rewrite(normalise(module, example_inputs)))
@@ -121,7 +118,7 @@ def _attends(module: GraphModule) -> bool:
     return any("softmax" in str(node.target) or "scaled_dot_product" in str(node.target) for node in _nodes(module))
 
 
-def _updates(module: GraphModule) -> list[Node]:
+def updates_of(module: GraphModule) -> list[Node]:
     """The ``kivi::update`` nodes, whether they call the operator or its packet."""
     update = torch.ops.kivi.update
     return [node for node in _nodes(module) if node.target is update or is_op(node, update)]
@@ -133,16 +130,9 @@ def _nodes(module: GraphModule) -> list[Node]:
 
 
 def _tell(report: RewriteReport, options: Options) -> None:
-    remember(report)
     if options.free_float_cache and not report.rewritten and report.note != NO_UPDATE:
         raise RuntimeError(f"option 'free_float_cache' is True, and this graph may need the float caches: {report}")
-    if options.strict and (report.refused or not report.rewritten):
-        raise RuntimeError(f"option 'strict' is True, and this graph is not rewritten whole: {report}")
-    if report.refused or (not report.rewritten and report.note != NO_UPDATE):
-        log.warning("%s", report)
-    else:
-        log.info("%s", report.summary)
-        log.debug("%s", report)
+    tell(report, options.strict)
 
 
 def _show(module: GraphModule) -> None:
@@ -176,13 +166,19 @@ def _needs_grad(module: GraphModule, example_inputs: Sequence[Any]) -> set[Node]
     return needs_grad
 
 
-def _check_no_grad(updates: Sequence[Node], needs_grad: set[Node]) -> None:
-    """An update has no backward: say so now, and not when the compiled graph first runs."""
-    if any(node in needs_grad for node in updates):
+def check_gradients(module: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
+    """The nodes whose results would have a gradient.
+
+    Raises:
+        RuntimeError: an update is among them. It has no backward: say so now, and not when the compiled graph first runs.
+    """
+    needs_grad = _needs_grad(module, example_inputs)
+    if any(node in needs_grad for node in updates_of(module)):
         raise RuntimeError(
             "kivi::update has no backward, and its Keys or Values depend on an input that requires grad; run the model under "
             "torch.no_grad()"
         )
+    return needs_grad
 
 
 def _check_config(update: Node, config: Mapping[str, Any]) -> None:

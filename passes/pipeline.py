@@ -29,6 +29,7 @@ from kivi_ops.passes.rewrite import adopt, carry_out, release, settle_lengths, s
 from kivi_ops.passes.states import freed_inputs
 
 NOT_FOUND = "attention is inside a higher-order operator, or spelled in no way that the pass knows"
+NO_INPUTS = "a model's own float cache: its state would be a further input of the graph, which this caller cannot give it"
 
 
 def rewrite(
@@ -42,7 +43,7 @@ def rewrite(
     Args:
         module: pre-dispatch ATen with mutations kept and ``meta["val"]`` on every node (:func:`kivi_ops.passes.normalise`).
         config: how float caches are quantised, ``KiviConfig()`` if None; a ``kivi::update`` has its own.
-        float_caches: False leaves float caches alone, unreported, where nobody could hand their states in.
+        float_caches: False leaves float caches alone, where nobody could hand their states in, and reports them as refused.
         free_float_cache: take the float writes and the float caches themselves out of the graph (:mod:`kivi_ops.passes.states`).
 
     Returns:
@@ -57,8 +58,10 @@ def rewrite(
     plans: list[Plan] = []
     sites: list[SiteReport] = []
     places = {node: place for place, node in enumerate(module.graph.nodes)}
-    candidates = match(module.graph) + (match_float_caches(module.graph) if float_caches else [])
-    for found in sorted(candidates, key=lambda found: places[found.node]):
+    own = match_float_caches(module.graph)
+    if not float_caches:
+        own = [Refusal(found.node, NO_INPUTS) if isinstance(found, AttentionSite) else found for found in own]
+    for found in sorted([*match(module.graph), *own], key=lambda found: places[found.node]):
         outcome = plan(module.graph, found) if isinstance(found, AttentionSite) else found
         where = location(found.node)
         if isinstance(outcome, Refusal):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kivi_ops.passes.states import Binding
+
+log = logging.getLogger("kivi_ops.passes")
+
+NO_UPDATE = "no kivi::update in this graph"  # and nothing that looks like attention
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,20 @@ class RewriteReport:
 _REPORTS: deque[RewriteReport] = deque(maxlen=64)
 
 
-def remember(report: RewriteReport) -> None:
+def tell(report: RewriteReport, strict: bool) -> None:
+    """Keep a report and log it: a warning if a site is refused, or none found where attention is.
+
+    Raises:
+        RuntimeError: ``strict``, and not every site is rewritten, or there is none.
+    """
     _REPORTS.append(replace(report, bindings=()))
+    if strict and (report.refused or not report.rewritten):
+        raise RuntimeError(f"option 'strict' is True, and this graph is not rewritten whole: {report}")
+    if report.refused or (not report.rewritten and report.note != NO_UPDATE):
+        log.warning("%s", report)
+    else:
+        log.info("%s", report.summary)
+        log.debug("%s", report)
 
 
 def reports() -> tuple[RewriteReport, ...]:

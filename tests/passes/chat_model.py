@@ -75,9 +75,7 @@ class Decoder(nn.Module):
         """Caches of zeros in place of those that there are."""
         device = self.embed.weight.device
         block: Any = self.blocks[0]
-        self.caches = nn.ModuleList(
-            Cache(self.rows, block.kv_heads, self.capacity, block.dim, self.dtype).to(device) for _ in self.blocks
-        )
+        self.caches = nn.ModuleList(Cache(self.rows, block.kv_heads, self.capacity, block.dim, self.dtype).to(device) for _ in self.blocks)
 
     def buffers_of_caches(self) -> list[Tensor]:
         return [buffer for cache in self.caches for buffer in cache.buffers()]

@@ -13,8 +13,7 @@ from torch.fx import GraphModule
 
 from kivi_ops import KiviState
 from kivi_ops.config import SEAL_ORDERS
-from kivi_ops.passes import last_report
-from kivi_ops.passes import rewrite
+from kivi_ops.passes import last_report, rewrite
 from kivi_ops.passes.plan import dense_order
 
 
