@@ -157,8 +157,8 @@ def _free(tensor: Tensor) -> int:
     """Give the memory back; how many bytes. What is left has sizes, so that Dynamo knows it again, and fails if it is written or viewed."""
     size = tensor.untyped_storage().nbytes()
     if size:
-        torch._C._set_throw_on_mutable_data_ptr(tensor)
         tensor.untyped_storage().resize_(0)
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
     return size
 
 
