@@ -99,9 +99,8 @@ def main() -> None:
     print(last_report().summary)
     print(f"{sum(a == b for a, b in zip(answer, expected, strict=True))} of {options.steps} tokens as with the float cache")
     caches = [buffer for layer in model.layers for buffer in (layer.keys, layer.values)]
-    print(
-        f"float cache {sum(cache.untyped_storage().nbytes() for cache in caches)} bytes now, {sum(cache.nbytes for cache in caches)} before"
-    )
+    held, size = sum(cache.untyped_storage().nbytes() for cache in caches), sum(cache.nbytes for cache in caches)
+    print(f"float cache {held} bytes now, {size} before")
     print(f"KIVI states {sum(state.held_bytes() for state in held_states())} bytes")
 
 

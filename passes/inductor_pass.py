@@ -20,7 +20,8 @@ from kivi_ops.passes.report import tell
 class InductorPass(CustomGraphPass):
     """For Inductor's ``pre_grad_custom_pass``: a graph as Dynamo captured it, in place. :func:`inductor_options` says what goes with it.
 
-    ``strict``: True makes a refused site an error (RuntimeError).
+    ``strict``: True makes a refused site an error (RuntimeError). Where Inductor's compile cache is warm, newer torch does not run the pass,
+    and nothing is reported.
     """
 
     def __init__(self, strict: bool = False) -> None:
