@@ -20,7 +20,7 @@ from kivi_ops.passes.report import tell
 class InductorPass(CustomGraphPass):
     """For Inductor's ``pre_grad_custom_pass``: a graph as Dynamo captured it, in place. :func:`inductor_options` says what goes with it.
 
-    ``strict``: True makes a refused site an error (RuntimeError). Where Inductor's compile cache is warm, newer torch does not run the pass,
+    ``strict``: True makes a refused site an error (RuntimeError). From a warm compile cache newer torch takes the result, without the pass,
     and nothing is reported.
     """
 
