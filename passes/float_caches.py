@@ -411,9 +411,10 @@ def _through_cat(view: View, copied: Node, uses: _Uses) -> View:
 
 # What a position may be computed by. All else might wrap around or stand still, and then columns behind it hold tokens that are still seen.
 _POSITIONS = (
-    *(aten.arange, aten.add, aten.sub, aten.to, aten._to_copy, aten.clone, aten.alias, aten.detach, aten.contiguous, aten.slice, aten.view),
-    *(aten.reshape, aten.select, aten.squeeze, aten.unsqueeze, aten.expand, aten.index, aten.item, aten._local_scalar_dense, aten.sym_size),
-    *(aten.scalar_tensor, aten.full, aten.zeros, aten.lift_fresh_copy, aten.flatten, aten.index_select, aten.narrow, aten.copy_, aten.add_),
+    *(aten.arange, aten.add, aten.add_, aten.sub, aten.to, aten._to_copy, aten.copy_, aten.clone, aten.alias, aten.detach, aten.detach_),
+    *(aten.contiguous, aten.slice, aten.narrow, aten.select, aten.index, aten.index_select, aten.view, aten.reshape, aten.flatten),
+    *(aten.squeeze, aten.unsqueeze, aten.expand, aten.item, aten._local_scalar_dense, aten.sym_size),
+    *(aten.scalar_tensor, aten.full, aten.zeros, aten.lift_fresh_copy),
     *(torch.ops.kivi.read_length,),
 )
 _NUMBERS = (operator.add, operator.sub, operator.getitem)

@@ -63,7 +63,7 @@ def written(node: Node) -> list[Node]:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return node.all_input_nodes
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if schema is None or is_op(node, torch.ops.aten.detach_):  # which traces of torch.tensor(...) have, and which changes no element
         return []
     values = arguments(node)
     changed = (values[argument.name] for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write)

@@ -21,11 +21,10 @@ from kivi_ops.passes.nodes import described, known, storages, value, written
 @dataclass(frozen=True)
 class Plan:
     """A site to be rewritten. ``order``: the permutation of dimensions under which the attention's result is dense, for the nodes after it
-    were traced on its strides. ``keep_position``: whether the position is changed before the attention's end, so that a copy is needed."""
+    were traced on its strides."""
 
     site: AttentionSite
     order: tuple[int, ...]
-    keep_position: bool = False
 
 
 def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
@@ -36,9 +35,9 @@ def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
     for node in between:
         if any(storages(read) & state for read in node.all_input_nodes):
             return Refusal(attention.output, f"the state has a reader between its update and its attention, {described(node)}")
-    position = [node for node in (write.arguments["position"],) if isinstance(node, Node)]
-    keep_position = isinstance(write, FloatCache) and _changed(between, position) is not None
-    moved = [write.arguments["key"], write.arguments["value"], *([] if keep_position else position)]
+    moved = [write.arguments["key"], write.arguments["value"]]
+    if not isinstance(write, FloatCache):  # whose position is read where it writes
+        moved.append(write.arguments["position"])
     late = [attention.query, *(mask.node for mask in attention.masks if mask.node is not None)]
     for first, inputs in ((write.node, moved), (attention.inner[0], late)):
         changed = _changed(_between(graph, first, attention.output, site), inputs)
@@ -49,7 +48,7 @@ def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
         return Refusal(
             attention.output, f"the attention's result has strides {value(attention.output).stride()}, which are dense in no order"
         )
-    return Plan(site, order, keep_position)
+    return Plan(site, order)
 
 
 def _between(graph: Graph, first: Node, last: Node, site: AttentionSite) -> list[Node]:

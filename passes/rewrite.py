@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from kivi_ops.config import KiviConfig
 from kivi_ops.passes.float_caches import FloatCache, FloatWrite, start_nodes
 from kivi_ops.passes.match import STATE_NAMES, AttentionSite, Mask, cache_writes
-from kivi_ops.passes.nodes import is_op, known, storages, value
+from kivi_ops.passes.nodes import described, is_op, known, storages, value, written
 from kivi_ops.passes.plan import Plan
 from kivi_ops.passes.states import Binding
 from kivi_ops.passes.views import unwrapped
@@ -35,7 +36,7 @@ _APPEND_FORMAT = (*_READ_FORMAT, "residual_length", "rollback_margin")
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
-def rewrite(module: GraphModule, plans: Iterable[Plan]) -> None:
+def carry_out(module: GraphModule, plans: Iterable[Plan]) -> None:
     """Carry ``plans`` out, in place. Every new node has ``meta["val"]``."""
     for plan in plans:
         _rewrite_site(module.graph, plan)
@@ -43,34 +44,44 @@ def rewrite(module: GraphModule, plans: Iterable[Plan]) -> None:
     module.recompile()
 
 
-def adopt(module: GraphModule, plans: Sequence[Plan], config: KiviConfig) -> tuple[list[Plan], list[Binding]]:
-    """Give each site over a float cache the state tensors it lacks, as further inputs of the graph.
+def adopt(module: GraphModule, plans: Sequence[Plan], config: KiviConfig, free: bool = False) -> tuple[list[Plan], list[Binding]]:
+    """Give each site over a float cache what it lacks: the state's tensors, as further inputs of the graph, and positions checked by them.
 
     Returns:
         The plans, now complete, and for each such site, in the order of the new inputs, where its state is found.
     """
-    inputs = module.graph.find_nodes(op="placeholder")
-    complete: list[Plan] = []
-    bindings: list[Binding] = []
-    starts: dict[Any, GraphModule] = {}
-    for plan in plans:
-        write = plan.site.write
-        if isinstance(write, FloatCache):
-            position, told = _tensor_position(module.graph, write), write.arguments["position"]
-            if told not in starts:  # layers mostly share it
-                starts[told] = _start(module, position, inputs)
-            if plan.keep_position:
-                with module.graph.inserting_before(write.node):
-                    position = _call(module.graph, write.node, aten.clone.default, position)
-            state = _state_inputs(module.graph, write, config, f"kivi_{len(bindings)}")
+    graph, inputs = module.graph, module.graph.find_nodes(op="placeholder")
+    complete = list(plans)
+    writes = {index: plan.site.write for index, plan in enumerate(plans) if isinstance(plan.site.write, FloatCache)}
+    states = {index: _state_inputs(graph, write, config, f"kivi_{place}") for place, (index, write) in enumerate(writes.items())}
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    bindings: dict[int, Binding] = {}
+    for sites in _by_position(graph, writes):
+        first = min((writes[index] for index in sites), key=lambda write: places[write.node])
+        position = _tensor_position(graph, first)
+        start = _start(module, position, inputs)
+        checked = _checked_position(graph, first, position, [states[index]["length"] for index in sites])
+        for index in sites:
+            write = writes[index]
             kwargs = config.op_kwargs(write.arguments["capacity"], write.new_key.dtype)
-            new = {"key": _tokens(plan, write.key_write), "value": _tokens(plan, write.value_write)}
-            given = {**write.arguments, **state, **kwargs, **new, "position": position, "seal": config.seal}
-            plan = replace(plan, site=replace(plan.site, write=replace(write, arguments=given)))
-            places = (inputs.index(write.key_write.cache), inputs.index(write.value_write.cache))
-            bindings.append(Binding(*places, starts[told], config, write.regions, write.consecutive))
-        complete.append(plan)
-    return complete, bindings
+            new = {"key": _tokens(plans[index], write.key_write), "value": _tokens(plans[index], write.value_write)}
+            given = {**write.arguments, **states[index], **kwargs, **new, **checked, "seal": config.seal}
+            complete[index] = replace(plans[index], site=replace(plans[index].site, write=replace(write, arguments=given)))
+            caches = (inputs.index(write.key_write.cache), inputs.index(write.value_write.cache))
+            bindings[index] = Binding(*caches, start, config, write.regions, write.consecutive, free)
+    return complete, [bindings[index] for index in writes]
+
+
+def _by_position(graph: Graph, writes: Mapping[int, FloatCache]) -> Iterable[list[int]]:
+    """The writes that go to one position: all that are told the same, with nothing in between that changes it in place."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    changes = [(places[node], storages(target)) for node in graph.nodes for target in written(node)]
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for index, write in writes.items():
+        told, place = write.arguments["position"], places[write.node]
+        memory = storages(told) if isinstance(told, Node) else set()
+        groups[told, write.arguments["capacity"], sum(1 for at, changed in changes if at < place and changed & memory)].append(index)
+    return groups.values()
 
 
 def _tensor_position(graph: Graph, write: FloatCache) -> Node:
@@ -95,6 +106,27 @@ def _tokens(plan: Plan, write: FloatWrite) -> Node:
     return node
 
 
+def _checked_position(graph: Graph, first: FloatCache, position: Node, lengths: list[Node]) -> dict[str, Node]:
+    """What attention and ``append`` are told where all states hold ``position`` tokens; else something that writes none and gives NaN.
+
+    Without this a call that starts beyond what the states hold would attend over columns that they never saw. There is no host to tell.
+    """
+    node, capacity = first.node, first.arguments["capacity"]
+
+    def call(target: Any, *args: Any) -> Node:
+        return _call(graph, node, target, *args)
+
+    with graph.inserting_before(node):
+        start = call(aten.to.dtype, call(aten.select.int, call(aten.reshape.default, position, [-1]), 0, 0), torch.int64)
+        held = call(aten.amin.default, call(aten.stack.default, lengths))
+        beyond = call(aten.gt.Tensor, start, held)
+        append_position = call(aten.where.self, beyond, held, start)
+        count = call(aten.where.Scalar, beyond, 0, capacity)
+        # From what `append` is told, which is computed before it writes a length, not from the lengths: Inductor may come to this later.
+        position = call(aten.where.ScalarSelf, call(aten.eq.Scalar, count, 0), capacity, append_position)
+    return {"position": position, "append_position": append_position, "count": count}
+
+
 def _state_inputs(graph: Graph, write: FloatCache, config: KiviConfig, prefix: str) -> dict[str, Node]:
     """New inputs of the graph, after all others, for a state that fits the two caches."""
     key: Any = write.new_key
@@ -110,6 +142,34 @@ def _state_inputs(graph: Graph, write: FloatCache, config: KiviConfig, prefix: s
         node._dynamo_source = None  # Dynamo knows of no such input, and AOTAutograd wants to be told so
         nodes[name] = node
     return nodes
+
+
+def release(module: GraphModule, places: set[int]) -> None:
+    """Take float caches out of a graph whose attentions no longer read them: what writes them, and the inputs ``places`` themselves.
+
+    Raises:
+        RuntimeError: something else reads one.
+    """
+    graph = module.graph
+    inputs = graph.find_nodes(op="placeholder")
+    caches = [inputs[place] for place in sorted(places)]
+    memory = {storage for cache in caches for storage in storages(cache)}
+
+    def goes(node: Node) -> bool:
+        """Whether all that ``node`` does is to write the caches, or to read them for nobody."""
+        touches = any(storages(source) & memory for source in node.all_input_nodes)
+        return touches and not node.users and all(storages(target) <= memory for target in written(node))
+
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and goes(node):
+            graph.erase_node(node)
+    for cache in caches:
+        if cache.users:
+            reader = described(next(iter(cache.users)))
+            raise RuntimeError(f"option 'free_float_cache' is True, and a float cache cannot go: it has another reader, {reader}")
+        graph.erase_node(cache)
+    graph.lint()
+    module.recompile()
 
 
 def _start(module: GraphModule, position: Node, inputs: Sequence[Node]) -> GraphModule:
@@ -184,7 +244,8 @@ def _rewrite_site(graph: Graph, plan: Plan) -> None:
 
     def append() -> None:
         kwargs = {name: given[name] for name in _APPEND_FORMAT}
-        _call(graph, output, kivi.append.default, given["key"], given["value"], *state.values(), position, **kwargs)
+        at = (given.get("append_position", position), given.get("count"))
+        _call(graph, output, kivi.append.default, given["key"], given["value"], *state.values(), *at, **kwargs)
 
     def attend() -> Node:
         return _call(
