@@ -24,7 +24,7 @@ from kivi_ops.passes.float_caches import FloatCache, FloatWrite, start_nodes
 from kivi_ops.passes.match import STATE_NAMES, AttentionSite, Mask, cache_writes
 from kivi_ops.passes.nodes import described, is_op, known, storages, value, written
 from kivi_ops.passes.plan import Plan
-from kivi_ops.passes.states import Binding
+from kivi_ops.passes.states import Binding, Start
 from kivi_ops.passes.views import unwrapped
 from kivi_ops.state import KiviState
 
@@ -50,7 +50,8 @@ def adopt(module: GraphModule, plans: Sequence[Plan], config: KiviConfig, free: 
     Returns:
         The plans, now complete, and for each such site, in the order of the new inputs, where its state is found.
     """
-    graph, inputs = module.graph, module.graph.find_nodes(op="placeholder")
+    graph = module.graph
+    inputs = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     complete = list(plans)
     writes = {index: plan.site.write for index, plan in enumerate(plans) if isinstance(plan.site.write, FloatCache)}
     states = {index: _state_inputs(graph, write, config, f"kivi_{place}") for place, (index, write) in enumerate(writes.items())}
@@ -67,7 +68,7 @@ def adopt(module: GraphModule, plans: Sequence[Plan], config: KiviConfig, free: 
             new = {"key": _tokens(plans[index], write.key_write), "value": _tokens(plans[index], write.value_write)}
             given = {**write.arguments, **states[index], **kwargs, **new, **checked, "seal": config.seal}
             complete[index] = replace(plans[index], site=replace(plans[index].site, write=replace(write, arguments=given)))
-            caches = (inputs.index(write.key_write.cache), inputs.index(write.value_write.cache))
+            caches = (inputs[write.key_write.cache], inputs[write.value_write.cache])
             bindings[index] = Binding(*caches, start, config, write.regions, write.consecutive, free)
     return complete, [bindings[index] for index in writes]
 
@@ -172,18 +173,17 @@ def release(module: GraphModule, places: set[int]) -> None:
     module.recompile()
 
 
-def _start(module: GraphModule, position: Node, inputs: Sequence[Node]) -> GraphModule:
+def _start(module: GraphModule, position: Node, inputs: Mapping[Node, int]) -> Start:
     """``position`` as a function of the graph's own inputs."""
     graph, copies = Graph(), {}
-    wanted = start_nodes(position)
-    for node in module.graph.nodes:
-        if node in inputs:
-            copies[node] = graph.placeholder(node.name)
-        elif node in wanted:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {}
+    cone = start_nodes(position)
+    wanted = [node for node in module.graph.nodes if node in cone]
+    places = [inputs[node] for node in wanted if node in inputs]
+    for node in wanted:
+        copies[node] = graph.placeholder(node.name) if node in inputs else graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}
     graph.output(copies[position])
-    return GraphModule(module, graph)
+    return Start(GraphModule(module, graph), tuple(places))
 
 
 def settle_positions(module: GraphModule) -> None:

@@ -52,6 +52,17 @@ log = logging.getLogger("kivi_ops.passes")
 
 
 @dataclass(frozen=True)
+class Start:
+    """A call's position as a function of its graph's inputs: ``compute`` takes those at ``places``."""
+
+    compute: Callable[..., Tensor]
+    places: tuple[int, ...]
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.compute(*(args[place] for place in self.places))
+
+
+@dataclass(frozen=True)
 class Binding:
     """Where a rewritten site finds its caches among the graph's inputs, and the column at which the call's new tokens start.
 
