@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from kivi_ops.config import CACHE_DTYPES
 from kivi_ops.passes.match import (
@@ -438,7 +439,7 @@ def _check_position(write: FloatWrite, uses: _Uses) -> bool:
         return True
     columns, consecutive = position.meta["val"], True
     if isinstance(columns, torch.Tensor):
-        if columns.dtype not in (torch.int32, torch.int64) or columns.dim() > 1 or not known(columns.numel() == tokens):
+        if columns.dtype not in (torch.int32, torch.int64) or columns.dim() > 1 or not guard_or_false(columns.numel() == tokens):
             raise Unmatched(
                 f"the position is {columns.dtype} {list(columns.shape)}; allowed: int32 or int64 [{tokens}], a column for each token"
             )

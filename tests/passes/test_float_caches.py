@@ -170,6 +170,25 @@ def test_several_tokens_at_arange_plus_start_are_rewritten() -> None:
     assert_state_follows(model.k_cache, model.v_cache, start)
 
 
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_columns_that_the_graph_does_not_know_are_checked_before_anything_is_written(dynamic: bool | None) -> None:
+    """gpt-fast's prefill: several tokens at columns that are an input of the graph."""
+    model, reference = Buffers(setitem), Buffers(setitem)
+    forward = torch.compile(model, backend="kivi", dynamic=dynamic, options={"compiler": "eager", "strict": True, **OPTIONS})
+    start = 0
+    for new_tokens in (5, 3, 7):
+        expected = call(reference, Tensor, start, new_tokens)
+        torch.testing.assert_close(call(forward, Tensor, start, new_tokens), expected, rtol=1e-4, atol=1e-5)
+        start += new_tokens
+    report = last_report()
+    assert report is not None and report.rewritten[0].how.endswith("float cache by aten.index_put_, columns checked at run time")
+    with torch.no_grad(), pytest.raises(ValueError, match=re.escape("the new tokens go to the cache's columns [15, 17, 18]; allowed")):
+        forward(*step_input(start, 3), torch.tensor([15, 17, 18]))
+    assert torch.equal(model.k_cache, reference.k_cache)
+    assert_state_follows(model.k_cache, model.v_cache, start)
+    torch.testing.assert_close(call(forward, Tensor, start, 3), call(reference, Tensor, start, 3), rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------------ counter-examples
 
 
