@@ -115,7 +115,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> RewriteRepo
 
 def _attends(module: GraphModule) -> bool:
     """Whether anything in a Dynamo graph may be attention."""
-    return any("softmax" in str(node.target) or "scaled_dot_product" in str(node.target) for node in _nodes(module))
+    return any(name in str(node.target) for node in _nodes(module) for name in ("softmax", "scaled_dot_product", "flex_attention"))
 
 
 def updates_of(module: GraphModule) -> list[Node]:

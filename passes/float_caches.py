@@ -216,6 +216,8 @@ def _find_write(view: View, role: str, uses: _Uses) -> tuple[View, FloatWrite]:
                 f"the {role} are joined with the past by {described(source)}: such a cache is a new tensor each step, and its state would "
                 "leave the graph"
             )
+        if is_op(source, aten.repeat, aten.tile):
+            raise _NoCache(f"heads are tiled by {described(source)}, which orders them otherwise than grouped attention does")
         raise _NoCache(f"the {role} are no cache: they come from {described(source)}, in this graph")
     if len(owners) > 1:
         raise Unmatched(f"the {role} share memory with another input of the graph")
@@ -285,15 +287,17 @@ def _read_write(node: Node, read: View, role: str, uses: _Uses) -> FloatWrite:
     Raises:
         Unmatched: it is none that the pass knows.
     """
-    unknown = Unmatched(f"the {role} cache is written by {described(node)}, in a way that the pass does not know")
+    given = arguments(node)
+    whole = given.get("src") if is_op(node, aten.copy_) else None
+    made = f" from {described(whole)}" if isinstance(whole, Node) else ""
+    unknown = Unmatched(f"the {role} cache is written by {described(node)}{made}, in a way that the pass does not know")
     if not is_op(node, aten.index_copy_, aten.index_put_, aten.copy_, aten.scatter_):
         raise unknown
-    given = arguments(node)
     target, reads = uses.view(given["self"]), frozenset[Node]()
     if target.source is not read.source or target.factor != 1.0 or any(not known(dim.repeats == 1) for dim in target.dims):
         raise unknown
     axes: list[int | None] = list(target.axes)
-    columns = read.axes[2]
+    columns: Any = read.axes[2]
     position: Any
     if is_op(node, aten.index_copy_):
         dim, position, new = given["dim"], given["index"], given["source"]

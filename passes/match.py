@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from kivi_ops.passes.nodes import arguments, constant, described, is_op, known, name, same_sizes, value
-from kivi_ops.passes.views import COPIES, View, constant_factor, handed_on, view_of
+from kivi_ops.passes.views import CASTS, COPIES, View, constant_factor, handed_on, view_of
 
 aten = torch.ops.aten
 
@@ -230,8 +230,6 @@ def unread_attention(node: Node) -> str | None:
         factors = [leaf for item in node.args for leaf in (item if isinstance(item, (tuple, list)) else (item,))]
         if any(_softmax_above(factor) is not None for factor in factors):
             return f"attention is spelled with {described(node)}; allowed: scaled_dot_product_attention, or matmul over [B, H, C, D]"
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and "flex_attention" in name(node):
-        return f"attention is {described(node)}, which may change scores in any way"
     return None
 
 
@@ -279,7 +277,7 @@ def _softmax_above(weights: Any) -> Node | None:
     while isinstance(weights, Node):
         if is_op(weights, aten.softmax, aten._softmax):
             return weights
-        if not is_op(weights, aten.dropout, aten.to, aten._to_copy, *COPIES):
+        if not is_op(weights, aten.dropout, *CASTS, *COPIES):
             return None
         weights = weights.args[0]
     return None
@@ -294,10 +292,12 @@ def _read_eager(node: Node) -> Attention:
             dropout = arguments(above)
             if dropout["train"] is not False and dropout["p"] != 0:
                 raise Unmatched(f"attention drops out weights (p={dropout['p']})")
-        elif is_op(above, aten.to, aten._to_copy):
+        elif is_op(above, *CASTS):
             if not value(above).dtype.is_floating_point or value(above).device != value(node).device:
                 raise Unmatched(f"attention weights become {value(above).dtype} on {value(above).device}")
         elif handed_on(above) is None:
+            if is_op(above, aten.slice, aten.narrow) and _softmax_above(above.args[0]) is not None:
+                raise Unmatched(f"attention has sinks: {described(above)} cuts off weights of more than the columns")
             raise Unmatched(f"attention weights go through {described(above)}")
         inner.append(above)
         above = above.args[0]
@@ -351,6 +351,8 @@ def _masked_scores(node: Node) -> tuple[Node, tuple[Mask, ...], list[Node]]:
 
 def _read_mask(node: Node) -> tuple[Node, Mask] | None:
     """The scores and the mask of one masked sum, ``masked_fill`` or ``where``."""
+    scores: Any
+    mask: Any
     if is_op(node, aten.add, aten.add_):
         left, right = node.args
         if arguments(node)["alpha"] != 1 or not (isinstance(left, Node) and isinstance(right, Node)):
@@ -398,7 +400,7 @@ def _is_scores(node: Any) -> bool:
 
 def _same_scores(node: Node) -> bool:
     """Whether ``node`` is its input, in another float dtype perhaps."""
-    if is_op(node, aten.to, aten._to_copy):
+    if is_op(node, *CASTS):
         return value(node).dtype.is_floating_point and value(node).device == value(node.args[0]).device  # type: ignore[arg-type]
     return handed_on(node) is not None
 

@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_leaves
+
+from kivi_ops.passes.nodes import described
 
 
 def normalise(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
@@ -42,6 +45,13 @@ def normalise(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
         new.meta = old.meta | new.meta
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+    for node in traced.graph.nodes:
+        if any(
+            torch._C._functorch.is_functorch_wrapped_tensor(leaf) for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)
+        ):
+            raise ValueError(f"{described(node)} was traced inside torch.vmap, as flex_attention is, and means nothing outside of it")
+    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        node.meta.setdefault("val", None)  # as tracing says of everything else that returns nothing
     traced.meta.update(module.meta)
     if hasattr(module, "_param_name_to_source"):
         # Constants that tracing made (of torch.tensor(2.0), say) are attributes now, and every attribute must have a source.

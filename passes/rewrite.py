@@ -175,7 +175,8 @@ def release(module: GraphModule, places: set[int]) -> None:
 
 def _start(module: GraphModule, position: Node, inputs: Mapping[Node, int]) -> Start:
     """``position`` as a function of the graph's own inputs."""
-    graph, copies = Graph(), {}
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     cone = start_nodes(position)
     wanted = [node for node in module.graph.nodes if node in cone]
     places = [inputs[node] for node in wanted if node in inputs]

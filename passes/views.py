@@ -18,8 +18,9 @@ from kivi_ops.passes.nodes import arguments, constant, is_op, known, number, sam
 
 aten = torch.ops.aten
 
+CASTS = (aten.to, aten._to_copy, aten.type_as)
 COPIES = (
-    *(aten.alias, aten.detach, aten.contiguous, aten.clone, aten.to, aten._to_copy, aten.lift_fresh_copy, aten.slice, aten.expand),
+    *(*CASTS, aten.alias, aten.detach, aten.contiguous, aten.clone, aten.lift_fresh_copy, aten.slice, aten.expand),
     *(aten.view, aten.reshape, aten._unsafe_view),
 )
 _RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
