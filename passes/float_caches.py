@@ -331,17 +331,23 @@ def _read_write(node: Node, read: View, role: str, uses: _Uses) -> FloatWrite:
     if dim is not None and not (target.dims[dim].start == 0 and known(target.dims[dim].size == value(read.source).shape[columns])):
         raise unknown  # an index into a part of the columns
     _check_same_part(node, target, read, role)
-    order = tuple(axes.index(axis) if axis is not None and axis in axes else None for axis in read.axes)
     any_tokens = dim is not None or bool(reads)
     shape = [None if axis == columns and any_tokens else target.dims[target.axes.index(axis)].size for axis in axes]
-    written_sizes = value(new).shape
-    if len(written_sizes) != len(axes) or not all(
-        size is None or known(size == got) for size, got in zip(shape, written_sizes, strict=True)
-    ):
-        raise Unmatched(f"{described(node)} writes {list(written_sizes)}, which is broadcast; allowed: as many dimensions as it fills")
+    given_sizes = value(new).shape
+    left_out = len(axes) - len(given_sizes)  # as setitem does with leading dimensions of size 1
+    fits = left_out >= 0 and all(known((_tokens(position) if size is None else size) == 1) for size in shape[:left_out])
+    axes, shape = axes[max(0, left_out) :], shape[max(0, left_out) :]
+    if not fits or not all(size is None or known(size == got) for size, got in zip(shape, given_sizes, strict=True)):
+        raise Unmatched(f"{described(node)} writes {list(given_sizes)}, which is broadcast; allowed: as many dimensions as it fills")
+    order = tuple(axes.index(axis) if axis is not None and axis in axes else None for axis in read.axes)
     if isinstance(position, int) and position < 0:
         raise Unmatched(f"{described(node)} counts columns from the end ({position})")
     return FloatWrite(node, read.source, new, order, position, reads)
+
+
+def _tokens(position: Any) -> Any:
+    """How many columns a position says, 0 if that is not known."""
+    return value(position).numel() if isinstance(position, Node) and isinstance(position.meta["val"], Tensor) else 0
 
 
 def _check_same_part(node: Node, target: View, read: View, role: str) -> None:

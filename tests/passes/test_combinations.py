@@ -508,6 +508,16 @@ def test_a_prompt_that_the_model_itself_wrote_is_taken_over_from_where_it_lies(c
     assert [site for report in reports()[-len(recorder.modules) :] for site in report.refused] == []
 
 
+@pytest.mark.parametrize("case", ["07-gpt-fast", "08-llama-reference", "12-torchtune", "15-one-tensor"])
+def test_one_row_is_written_without_its_dimension(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``c[:, :, position] = k`` drops leading dimensions of size 1 of ``k``."""
+    monkeypatch.setitem(globals(), "ROWS", 1)
+    model = MATCHED[case]()
+    compiled = torch.compile(model, backend=Stepwise(strict=True, **OPTIONS), fullgraph=True)
+    actual, expected = run(model, compiled, [5, *([1] * R)], model.reference())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_an_exported_static_cache_is_rewritten_in_place() -> None:
     """2, exported: the same pass over an exported program's graph, whose caches are inputs and whose sequence length is a symbol."""
     model, reference = TransformersResult(), TransformersResult().reference()
