@@ -494,6 +494,67 @@ def _check_how(wanted: str | re.Pattern[str], how: str) -> None:
     assert wanted.fullmatch(how) if isinstance(wanted, re.Pattern) else how == wanted, how
 
 
+class IndexedRows(Combination):
+    """7 over 6: [B, S, H, D] buffers, assignment at a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache(ROWS, CAPACITY, KV_HEADS, DIM)
+        self.register_buffer("mask", causal(0, CAPACITY))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        query, key, value = self.bhsd(x)
+        self.k_cache[:, position] = key.transpose(1, 2)
+        self.v_cache[:, position] = value.transpose(1, 2)
+        keys, values = (repeat_kv(cache.transpose(1, 2), 2) for cache in (self.k_cache, self.v_cache))
+        return x + self.out(F.scaled_dot_product_attention(query, keys, values, attn_mask=self.mask[position]))
+
+
+class TransposedKeys(Combination):
+    """Keys are kept as the product with the queries wants them, [B, H, D, C]; the scale is split; a float mask is made in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k_cache", torch.zeros(ROWS, KV_HEADS, DIM, CAPACITY))
+        self.register_buffer("v_cache", torch.zeros(ROWS, KV_HEADS, CAPACITY, DIM))
+        self.register_buffer("mask", causal(0, CAPACITY))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        query, key, value = self.bhsd(x)
+        root = math.sqrt(math.sqrt(DIM))
+        self.k_cache.index_copy_(3, position, key.transpose(2, 3))
+        self.v_cache.index_copy_(2, position, value)
+        scores = (query / root) @ (repeat_kv(self.k_cache, 2) / root)
+        weights = torch.softmax(scores + (1.0 - self.mask[position].float()) * -1e9, dim=-1)
+        return x + self.out(weights @ repeat_kv(self.v_cache, 2))
+
+
+class IndexedTensor(Combination):
+    """15 with a position on the device: one tensor, unbound; its first layer is not this one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kv", torch.zeros(3, 2, ROWS, KV_HEADS, CAPACITY, DIM))
+        self.register_buffer("mask", causal(0, CAPACITY))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        query, key, value = self.bhsd(x)
+        self.kv[1, 0][:, :, position] = key
+        self.kv[1, 1, :, :, position] = value
+        keys, values = self.kv[1].unbind(0)
+        return x + self.out(F.scaled_dot_product_attention(query, repeat_kv(keys, 2), repeat_kv(values, 2), attn_mask=self.mask[position]))
+
+
+@pytest.mark.parametrize(
+    "kind", [IndexedRows, TransposedKeys, IndexedTensor], ids=["indexed-bshd", "transposed-keys", "indexed-one-tensor"]
+)
+def test_a_mixture_of_spellings_is_rewritten_and_equals_the_reference(kind: type[Combination]) -> None:
+    model = kind()
+    compiled = torch.compile(model, backend=Stepwise(strict=True, **OPTIONS), fullgraph=True)
+    actual, expected = run(model, compiled, [5, *([1] * (R + 2))], model.reference())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 PARTS = ("08-llama-reference", "09-gemma_pytorch", "11-litgpt", "12-torchtune", "15-one-tensor")
 
 
@@ -670,6 +731,23 @@ class Ring(Spelled):
         return cache.index_copy_(2, position % 16, new)
 
 
+class PagedRows(Spelled):
+    """Two indices: rows of their own columns each."""
+
+    def write(self, cache: Tensor, position: Tensor, new: Tensor) -> Tensor:
+        cache[torch.arange(ROWS)[:, None], :, position] = new.transpose(1, 2)
+        return cache
+
+
+class GroupedQuery(Spelled):
+    """The query has the groups, in a dimension of its own."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        scores = query.unflatten(1, (KV_HEADS, 2)) @ keys[:, :, None].transpose(-1, -2) * 0.25
+        weights = torch.softmax(scores.masked_fill(~mask[:, :, None], -torch.inf), dim=-1)
+        return (weights @ values[:, :, None]).flatten(1, 2)
+
+
 class Einsum(Spelled):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         scores = torch.einsum("bhsd,bhcd->bhsc", query, repeat_kv(keys, 2)).masked_fill(~mask, -torch.inf)
@@ -705,6 +783,8 @@ REFUSED: dict[str, tuple[type[Combination], str]] = {
     "one-hot": (OneHot, "the Keys cache is written by aten.copy_ (...) from aten.where (...), in a way that the pass does not know"),
     "rolled": (Rolled, "the Keys cache is written by aten.copy_ (...) from aten.slice (...), in a way that the pass does not know"),
     "ring": (Ring, "the position is computed by aten.remainder (...); allowed: sums, and reads of tensors and numbers, since a position"),
+    "rows-of-their-own": (PagedRows, "the Keys cache is written by aten.index_put_ (...), in a way that the pass does not know"),
+    "grouped-query": (GroupedQuery, "attention reads the Keys in 5 dimensions, by aten.transpose (...); allowed: 4, [B, H, C, D]"),
     "einsum": (Einsum, "attention is spelled with aten.einsum (...); allowed: scaled_dot_product_attention, or matmul"),
     "bmm": (Bmm, "attention is spelled with aten.bmm (...); allowed: scaled_dot_product_attention, or matmul"),
 }
