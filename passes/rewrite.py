@@ -156,8 +156,8 @@ def release(module: GraphModule, places: set[int]) -> None:
 
 def _start(module: GraphModule, position: Node, inputs: Mapping[Node, int]) -> Start:
     """``position`` as a function of the graph's own inputs."""
-    graph, copies = Graph(), {}
-    cone = start_nodes(position)
+    graph, cone = Graph(), start_nodes(position)
+    copies: dict[Node, Node] = {}
     wanted = [node for node in module.graph.nodes if node in cone]
     places = [inputs[node] for node in wanted if node in inputs]
     for node in wanted:
