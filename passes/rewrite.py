@@ -7,20 +7,25 @@ Erases only nodes that a match owns, one by one: dead-code elimination would tak
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from kivi_ops.config import KiviConfig
-from kivi_ops.passes.float_caches import FloatCache, start_nodes
-from kivi_ops.passes.match import STATE_NAMES, AttentionSite, cache_writes, unwrapped
-from kivi_ops.passes.nodes import described, is_op, storages, value, written
+from kivi_ops.passes.float_caches import FloatCache, FloatWrite, start_nodes
+from kivi_ops.passes.match import STATE_NAMES, AttentionSite, Mask, cache_writes
+from kivi_ops.passes.nodes import described, is_op, known, storages, value, written
 from kivi_ops.passes.plan import Plan
 from kivi_ops.passes.states import Binding, Start
+from kivi_ops.passes.views import unwrapped
 from kivi_ops.state import KiviState
 
 aten = torch.ops.aten
@@ -59,10 +64,12 @@ def adopt(module: GraphModule, plans: Sequence[Plan], config: KiviConfig, free: 
         checked = _checked_position(graph, first, position, [states[index]["length"] for index in sites])
         for index in sites:
             write = writes[index]
-            kwargs = config.op_kwargs(write.arguments["capacity"], value(write.key_cache).dtype)
-            given = {**write.arguments, **states[index], **kwargs, **checked, "seal": config.seal}
+            kwargs = config.op_kwargs(write.arguments["capacity"], write.new_key.dtype)
+            new = {"key": _tokens(plans[index], write.key_write), "value": _tokens(plans[index], write.value_write)}
+            given = {**write.arguments, **states[index], **kwargs, **new, **checked, "seal": config.seal}
             complete[index] = replace(plans[index], site=replace(plans[index].site, write=replace(write, arguments=given)))
-            bindings[index] = Binding(inputs[write.key_cache], inputs[write.value_cache], start, config, free)
+            caches = (inputs[write.key_write.cache], inputs[write.value_write.cache])
+            bindings[index] = Binding(*caches, start, config, write.regions, write.consecutive, free)
     return complete, [bindings[index] for index in writes]
 
 
@@ -83,9 +90,21 @@ def _tensor_position(graph: Graph, write: FloatCache) -> Node:
     position = write.arguments["position"]
     if isinstance(position, Node) and isinstance(position.meta["val"], torch.Tensor):
         return position
-    cache: Any = value(write.key_cache)
-    with graph.inserting_before(write.node), cache.fake_mode:  # no argument is a fake that would say so
-        return _call(graph, write.node, aten.scalar_tensor.default, position, dtype=torch.int64, device=cache.device)
+    with graph.inserting_before(write.node):
+        return _call(graph, write.node, aten.scalar_tensor.default, position, dtype=torch.int64, device=write.new_key.device)
+
+
+def _tokens(plan: Plan, write: FloatWrite) -> Node:
+    """The new tokens of a write as [B, H, S, D], where the attention is."""
+    graph, like, node = plan.site.node.graph, plan.site.node, write.new
+    with graph.inserting_before(like):
+        dims = [dim for dim in write.order if dim is not None]
+        if dims != sorted(dims):
+            node = _call(graph, like, aten.permute.default, node, dims)
+        for place, dim in enumerate(write.order):
+            if dim is None:
+                node = _call(graph, like, aten.unsqueeze.default, node, place)
+    return node
 
 
 def _checked_position(graph: Graph, first: FloatCache, position: Node, lengths: list[Node]) -> dict[str, Node]:
@@ -111,8 +130,8 @@ def _checked_position(graph: Graph, first: FloatCache, position: Node, lengths: 
 
 def _state_inputs(graph: Graph, write: FloatCache, config: KiviConfig, prefix: str) -> dict[str, Node]:
     """New inputs of the graph, after all others, for a state that fits the two caches."""
-    key: Any = value(write.key_cache)
-    (rows, heads, capacity, key_dim), value_dim = key.shape, value(write.value_cache).shape[-1]
+    key: Any = write.new_key
+    (rows, heads, _, key_dim), value_dim, capacity = key.shape, write.new_value.shape[-1], write.arguments["capacity"]
     with key.fake_mode:
         state = KiviState.allocate(config, rows, heads, capacity, key_dim, value_dim, key.dtype, key.device)
     nodes = {}
@@ -234,11 +253,12 @@ def _rewrite_site(graph: Graph, plan: Plan) -> None:
             output,
             kivi.attention.default,
             *(attention.query, given["key"], given["value"], *read_state, position),
-            *(attention.attn_mask, False, attention.scale, attention.softcap),
+            *(mask, is_causal, attention.scale, attention.softcap),
             **{name: given[name] for name in (*_READ_FORMAT, "seal")},
         )
 
     with graph.inserting_before(output):
+        mask, is_causal = _one_mask(graph, site)
         if given["seal"] == "before_attention":
             append()
             result = attend()
@@ -248,6 +268,40 @@ def _rewrite_site(graph: Graph, plan: Plan) -> None:
         result = _in_order(graph, result, plan.order)
     output.replace_all_uses_with(result)
     _erase(graph, site)
+
+
+def _one_mask(graph: Graph, site: AttentionSite) -> tuple[Node | None, bool]:
+    """All masks of a site as the operator's ``attn_mask`` (four dimensions), and its ``is_causal``."""
+    output, query, terms = site.attention.output, site.attention.query, site.attention.masks
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        return _call(graph, output, target, *args, **kwargs)
+
+    def seen(term: Mask) -> Node:
+        if term.node is None:
+            columns, tokens = site.attention.key.dims[2].size, value(query).shape[2]
+            tokens = tokens if isinstance(tokens, int) else call(aten.sym_size.int, query, 2)
+            shape = [tokens, columns if isinstance(columns, int) else tokens]
+            device = value(query).device
+            return call(aten.tril.default, call(aten.ones.default, shape, dtype=torch.bool, device=device))
+        return call(aten.logical_not.default, term.node) if term.kind == "hidden" else term.node
+
+    if len(terms) == 1 and terms[0].node is None and site.write.start is not None and known(site.write.start == 0):
+        return None, True
+    visible = _joined([seen(term) for term in terms if term.kind != "added"], aten.logical_and.default, call)
+    mask = _joined([term.node for term in terms if term.kind == "added"], aten.add.Tensor, call)
+    if mask is None:
+        mask = visible
+    elif visible is not None:
+        hides = call(aten.scalar_tensor.default, -torch.inf, dtype=value(mask).dtype, device=value(mask).device)
+        mask = call(aten.where.self, visible, mask, hides)
+    while mask is not None and value(mask).dim() < 4:
+        mask = call(aten.unsqueeze.default, mask, 0)
+    return mask, False
+
+
+def _joined(nodes: Sequence[Any], target: Any, call: Callable[..., Node]) -> Any:
+    return functools.reduce(lambda left, right: call(target, left, right), nodes) if nodes else None
 
 
 def _in_order(graph: Graph, node: Node, order: tuple[int, ...]) -> Node:
@@ -264,8 +318,15 @@ def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> N
     """A new node with its fake value, which says that it comes from where ``like`` does."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-    node.meta["val"] = target(*torch.fx.node.map_arg(args, value), **torch.fx.node.map_arg(kwargs, value))
+    with _fake_mode(like):
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, value), **torch.fx.node.map_arg(kwargs, value))
     return node
+
+
+def _fake_mode(node: Node) -> Any:
+    """The mode that what ``node`` returns was traced in."""
+    fakes = (leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, FakeTensor))
+    return next((fake.fake_mode for fake in fakes), contextlib.nullcontext())
 
 
 def _erase(graph: Graph, site: AttentionSite) -> None:

@@ -1,6 +1,7 @@
 """The quantised state that the backend keeps beside a model's own float cache, at run time. Must not know of graphs.
 
-One :class:`KiviState` per pair of cache tensors and :class:`KiviConfig`, found by the identity of the tensors and released with them.
+One :class:`KiviState` per pair of cache tensors, or of parts of them, and :class:`KiviConfig`, found by the identity of the tensors and
+released with them.
 
 **The float cache stays** (default). Rewritten graphs go on writing it, so it is always complete, and it is what counts: what a rewritten
 graph did not write itself is taken over before the next one runs. The rules:
@@ -19,6 +20,8 @@ graph did not write itself is taken over before the next one runs. The rules:
 - *Padding*: a float cache knows none. Pads are ordinary tokens that the mask hides; they count in the windows, and those at the left share
   a Key group with real tokens (use a :class:`KiviCache` where that matters).
 - *Other shapes*: another capacity, other options, another number of rows is another state.
+- *Columns*: where a graph does not show that several new tokens' columns follow one another (an input says them), that is checked before it
+  runs, on the host: ValueError if not.
 
 **``free_float_cache=True``**: the caller promises that from the first call on everything which touches the cache is compiled with this
 option and rewritten (what is refused raises when it is compiled). The first call takes over what the cache holds before its first new
@@ -42,6 +45,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from kivi_ops.config import KiviConfig
+from kivi_ops.passes.regions import Region
 from kivi_ops.state import KiviState
 
 log = logging.getLogger("kivi_ops.passes")
@@ -62,29 +66,39 @@ class Start:
 class Binding:
     """Where a rewritten site finds its caches among the graph's inputs, and the column at which the call's new tokens start.
 
-    ``key``, ``value``: places of the cache tensors. ``start``: from all inputs of the graph to an int tensor whose first element it is.
-    ``free``: the graph does without the float caches; they are no inputs of what was compiled.
+    ``key``, ``value``: places of the cache tensors; ``regions``: which part of each is the cache. ``start``: from all inputs of the graph
+    to an int tensor whose first element it is; ``consecutive``: whether its others are known to be those that follow. ``free``: the graph
+    does without the float caches; they are no inputs of what was compiled.
     """
 
     key: int
     value: int
     start: Callable[..., Any]
     config: KiviConfig
+    regions: tuple[Region, Region] = (Region(), Region())
+    consecutive: bool = True
     free: bool = False
 
 
 class Owned:
     """A state and what is known of the float tensors it follows. Holds none of them."""
 
-    def __init__(self, key: Tensor, value: Tensor, config: KiviConfig) -> None:
+    def __init__(self, key: Tensor, value: Tensor, config: KiviConfig, regions: tuple[Region, Region]) -> None:
+        self.regions = regions
         with torch.inference_mode(False):  # an inference tensor could never be written outside of inference mode again
-            rows, heads, capacity, key_dim = key.shape
-            self.state = KiviState.allocate(config, rows, heads, capacity, key_dim, value.shape[-1], key.dtype, key.device)
+            key_part, value_part = self.parts(key, value)
+            rows, heads, capacity, key_dim = key_part.shape
+            self.state = KiviState.allocate(config, rows, heads, capacity, key_dim, value_part.shape[-1], key.dtype, key.device)
         for tensor in self.state.tensors().values():
             torch._dynamo.mark_static_address(tensor)
         self.value = TensorWeakRef(value)
         self.versions: tuple[int, int] | None = None
         self.freed = False  # the state is all there is
+
+    def parts(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The caches [B, H, C, D] in the tensors that hold them."""
+        key_region, value_region = self.regions
+        return key_region.of(key.detach()), value_region.of(value.detach())
 
     def catch_up(self, key: Tensor, value: Tensor, start: Callable[[], Tensor]) -> None:
         """Take the first ``start()`` columns over if the float tensors were written since :meth:`note`, or may have been."""
@@ -92,32 +106,33 @@ class Owned:
             self.versions = None
             position = torch.zeros((), dtype=torch.int64, device=key.device)
             with torch.no_grad():
-                self.state.append(key.detach(), value.detach(), position, start().reshape(-1)[:1])
+                self.state.append(*self.parts(key, value), position, start().reshape(-1)[:1])
 
     def note(self, key: Tensor, value: Tensor) -> None:
         """The state follows the float tensors as they are now."""
         self.versions = None if self.freed else _versions(key, value)
 
 
-_OWNED = WeakTensorKeyDictionary()  # Key cache -> {config: Owned}
+_OWNED = WeakTensorKeyDictionary()  # Key cache -> {(config, regions): Owned}
+_WHOLE = (Region(), Region())
 
 
-def owned_state(key: Tensor, value: Tensor, config: KiviConfig) -> Owned:
-    """The state of a pair of float caches [B, H, C, D_k], [B, H, C, D_v], made if there is none."""
-    states: dict[KiviConfig, Owned] = _OWNED.setdefault(key, {})
-    owned = states.get(config)
+def owned_state(key: Tensor, value: Tensor, config: KiviConfig, regions: tuple[Region, Region] = _WHOLE) -> Owned:
+    """The state of a pair of float caches, whose ``regions`` are [B, H, C, D_k] and [B, H, C, D_v], made if there is none."""
+    states: dict[tuple[KiviConfig, tuple[Region, Region]], Owned] = _OWNED.setdefault(key, {})
+    owned = states.get((config, regions))
     if owned is None or owned.value() is not value:
         if _is_freed(key) or _is_freed(value):
             raise RuntimeError(
                 "backend='kivi': free_float_cache=True has freed this float cache, so that no state with other options or of another shape "
-                f"can be made from it; wanted {config}, there is {', '.join(map(str, states)) or 'none'}"
+                f"can be made from it; wanted {config}, there is {', '.join(str(other) for other, _ in states) or 'none'}"
             )
         if key.is_inference() or value.is_inference():
             log.warning(
                 "a float cache was allocated under torch.inference_mode(): it has no version counter, so all of it is quantised again "
                 "before every step; allocate it outside"
             )
-        owned = states[config] = Owned(key, value, config)
+        owned = states[config, regions] = Owned(key, value, config, regions)
     return owned
 
 
@@ -135,13 +150,17 @@ def with_states(compiled: Callable[..., Any], bindings: Sequence[Binding]) -> Ca
     """A rewritten graph as what Dynamo calls: finds the states of the caches it is handed, and hands them on as further inputs."""
     freed = freed_inputs(bindings)
     last = {place: binding for binding in bindings for place in (binding.key, binding.value)}  # several layers may be in one tensor
+    to_check = list(dict.fromkeys(binding.start for binding in bindings if not binding.consecutive))
 
     def run(*args: Any) -> Any:
         given_back = 0
         pairs = [(args[binding.key], args[binding.value]) for binding in bindings]
+        for columns in to_check:
+            _check_consecutive(columns(*args))
         states = []
         for pair, binding in zip(pairs, bindings, strict=True):
-            owned = owned_state(*pair, binding.config)
+            key_region, value_region = binding.regions
+            owned = owned_state(*pair, binding.config, (key_region.told(args), value_region.told(args)))
             if owned.freed and not binding.free:
                 raise RuntimeError(
                     "backend='kivi': free_float_cache=True has freed this float cache, and a graph compiled without that option writes it"
@@ -162,6 +181,18 @@ def with_states(compiled: Callable[..., Any], bindings: Sequence[Binding]) -> Ca
         return result
 
     return run
+
+
+def _check_consecutive(columns: Tensor) -> None:
+    """Raises:
+    ValueError: the columns [S] that a call's new tokens go to do not follow one another. Nothing has been written yet.
+    """
+    if not torch.equal(columns, columns[0] + torch.arange(len(columns), dtype=columns.dtype, device=columns.device)):
+        shown = ", ".join(map(str, columns[:8].tolist())) + (", ..." if len(columns) > 8 else "")
+        raise ValueError(
+            f"backend='kivi': the new tokens go to the cache's columns [{shown}]; allowed: columns that follow one another. Run such "
+            "a call uncompiled (torch.compiler.set_stance('force_eager')): what it writes is taken over"
+        )
 
 
 def _free(tensor: Tensor) -> int:

@@ -59,7 +59,7 @@ def one_step(model: Any, state: KiviState, new_tokens: int = 1) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 2}, "unknown option 'bits' of backend='kivi'; allowed: compiler, mode, strict, key_bits, value_bits, group_size"),
+        ({"bits": 2}, "unknown option 'bits' of backend='kivi'; allowed: compiler, mode, strict, free_float_cache, key_bits, value_bits,"),
         ({"key_bits": 3}, "KiviConfig.key_bits is 3; allowed: 2, 4, 8"),
         ({"group_size": 32, "residual_length": 40}, "KiviConfig.residual_length is 40; allowed: a positive multiple of group_size (32)"),
         ({"compiler": "nvfuser"}, "option 'compiler' is 'nvfuser'; allowed: inductor, aot_eager, eager, torch_tensorrt, or a callable"),
