@@ -326,6 +326,9 @@ def _read_write(node: Node, read: View, role: str, uses: _Uses) -> FloatWrite:
     if dim is not None and not (target.dims[dim].start == 0 and known(target.dims[dim].size == value(read.source).shape[columns])):
         raise unknown  # an index into a part of the columns
     _check_same_part(node, target, read, role)
+    absent = axes[: max(0, len(axes) - value(new).dim())]  # c[:, :, position] = k has no rows left where there is one
+    if columns not in absent and all(known(target.dims[target.axes.index(axis)].size == 1) for axis in absent):
+        axes = axes[len(absent) :]
     order = tuple(axes.index(axis) if axis is not None and axis in axes else None for axis in read.axes)
     any_tokens = dim is not None or bool(reads)
     shape = [None if axis == columns and any_tokens else target.dims[target.axes.index(axis)].size for axis in axes]

@@ -151,6 +151,17 @@ def test_a_shorter_second_conversation_in_the_same_cache_by_position_alone() -> 
     assert_states_follow(model, 17)
 
 
+@pytest.mark.parametrize("prompt", [1, 6])
+def test_a_single_row(prompt: int) -> None:
+    """``keys[:, :, position] = key`` is traced without the dimension of the rows where there is one."""
+    model, reference = Decoder(rows=1), Decoder(rows=1)
+    step = compiled(model)
+    assert_same(call(step, 0, prompt, rows=1), call(reference, 0, prompt, rows=1), "prompt")
+    for start in range(prompt, prompt + 2 * R + 3):
+        assert_same(call(step, start, rows=1), call(reference, start, rows=1), start)
+    assert_states_follow(model, prompt + 2 * R + 3)
+
+
 @pytest.mark.parametrize("back", [1, R, 2 * R + 1])
 def test_a_smaller_position_is_a_rollback(back: int) -> None:
     model, reference = Decoder(), Decoder()
