@@ -158,6 +158,8 @@ def with_states(compiled: Callable[..., Any], bindings: Sequence[Binding]) -> Ca
         for columns in to_check:
             _check_consecutive(columns(*args))
         states = []
+        for place in freed:
+            _check_alone(args[place])
         for pair, binding in zip(pairs, bindings, strict=True):
             key_region, value_region = binding.regions
             owned = owned_state(*pair, binding.config, (key_region.told(args), value_region.told(args)))
@@ -192,6 +194,19 @@ def _check_consecutive(columns: Tensor) -> None:
         raise ValueError(
             f"backend='kivi': the new tokens go to the cache's columns [{shown}]; allowed: columns that follow one another. Run such "
             "a call uncompiled (torch.compiler.set_stance('force_eager')): what it writes is taken over"
+        )
+
+
+def _check_alone(cache: Tensor) -> None:
+    """Raises:
+    ValueError: freeing the cache would free more than it.
+    """
+    own = cache.element_size() * (1 + sum((size - 1) * step for size, step in zip(cache.shape, cache.stride(), strict=True)))
+    held = cache.untyped_storage().nbytes()
+    if held > own:
+        raise ValueError(
+            f"backend='kivi': free_float_cache=True, and a float cache of {own} bytes is a view into {held} bytes of memory that may hold "
+            "something else; allowed: caches with memory of their own"
         )
 
 

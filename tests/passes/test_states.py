@@ -151,6 +151,17 @@ def test_a_shorter_second_conversation_in_the_same_cache_by_position_alone() -> 
     assert_states_follow(model, 17)
 
 
+@pytest.mark.parametrize("prompt", [1, 6])
+def test_a_single_row(prompt: int) -> None:
+    """``keys[:, :, position] = key`` is traced without the dimension of the rows where there is one."""
+    model, reference = Decoder(rows=1), Decoder(rows=1)
+    step = compiled(model)
+    assert_same(call(step, 0, prompt, rows=1), call(reference, 0, prompt, rows=1), "prompt")
+    for start in range(prompt, prompt + 2 * R + 3):
+        assert_same(call(step, start, rows=1), call(reference, start, rows=1), start)
+    assert_states_follow(model, prompt + 2 * R + 3)
+
+
 @pytest.mark.parametrize("back", [1, R, 2 * R + 1])
 def test_a_smaller_position_is_a_rollback(back: int) -> None:
     model, reference = Decoder(), Decoder()
@@ -343,6 +354,46 @@ def test_a_graph_that_cannot_be_rewritten_whole_raises_before_anything_is_freed(
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="'free_float_cache' is True.*needs gradients"):
         model.requires_grad_(True)
         torch.compile(model, backend="kivi", options={"free_float_cache": True})(torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0]))
+
+
+class Part(torch.nn.Module):
+    """One layer's Keys and Values in a tensor of all layers' [layers, 2, B, H, C, D]."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def update(self, position: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.all[self.layer, 0].index_copy_(2, position, key)
+        self.all[self.layer, 1].index_copy_(2, position, value)
+        return self.all[self.layer, 0], self.all[self.layer, 1]
+
+
+class OneTensor(Decoder):
+    def new_caches(self) -> None:
+        super().new_caches()
+        held = torch.zeros(len(self.caches), 2, *self.caches[0].keys.shape)
+        self.caches = torch.nn.ModuleList(Part(layer) for layer in range(len(self.caches)))
+        for part in self.caches:
+            part.register_buffer("all", held)
+
+
+def test_all_layers_in_one_tensor_are_taken_over_before_it_is_freed() -> None:
+    model, reference = OneTensor(), Decoder()
+    call(model, 0, 9)
+    call(reference, 0, 9)
+    step = compiled(model, free_float_cache=True)
+    for start in range(9, 9 + 2 * R):
+        assert_same(call(step, start), call(reference, start), start)
+    assert freed(model)
+
+
+def test_a_cache_in_memory_that_holds_more_is_not_freed() -> None:
+    model, more = Decoder(layers=1), torch.ones(2, 2, 2, CAPACITY, 8)
+    model.caches[0].keys = more[0].zero_()
+    with pytest.raises(ValueError, match="a float cache of 6144 bytes is a view into 12288 bytes of memory that may hold something else"):
+        call(compiled(model, free_float_cache=True), 0)
+    assert bool((more[1] == 1).all()) and not freed(model)
 
 
 def test_the_shape_of_a_freed_cache_may_be_asked_for() -> None:
