@@ -52,13 +52,13 @@ class Machine:
     _flush: dict[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def find(cls, tiny: bool = False) -> Machine:
-        """The GPU; with ``tiny`` the CPU where there is none.
+    def find(cls, tiny: bool = False, cpu: bool = False) -> Machine:
+        """The GPU; with ``tiny`` or ``cpu`` the CPU where there is none.
 
         Raises:
-            ValueError: no GPU, and not ``tiny``.
+            ValueError: no GPU, and neither ``tiny`` nor ``cpu``.
         """
-        if not torch.cuda.is_available() and not tiny:
+        if not torch.cuda.is_available() and not tiny and not cpu:
             raise ValueError("benchmarks need a CUDA device and this torch finds none; --tiny runs the code on the CPU, with a few tokens")
         return cls(torch.device("cuda" if torch.cuda.is_available() else "cpu"), tiny)
 
@@ -227,6 +227,8 @@ class Column:
         if value is None:
             return "-".rjust(self.width)
         text = format(value * self.factor, self.form) + self.unit if self.form else str(value) + self.unit
+        if len(text) > self.width and self.form:  # far beyond what was expected: the table keeps its columns
+            text = format(value * self.factor, ".1e") + self.unit
         return text.rjust(self.width)
 
     def heading(self) -> str:
