@@ -297,6 +297,8 @@ def _read_eager(node: Node) -> Attention:
         elif is_op(above, aten.to, aten._to_copy):
             if not value(above).dtype.is_floating_point or value(above).device != value(node).device:
                 raise Unmatched(f"attention weights become {value(above).dtype} on {value(above).device}")
+        elif is_op(above, aten.slice) and handed_on(above) is None:
+            raise Unmatched(f"some attention weights are dropped by {described(above)}: attention sinks, which the operator has none of")
         elif handed_on(above) is None:
             raise Unmatched(f"attention weights go through {described(above)}")
         inner.append(above)

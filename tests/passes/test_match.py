@@ -334,7 +334,7 @@ REFUSED: dict[str, tuple[Spelling, str]] = {
     "bool-mask-added": (bool_mask_added, "a mask of torch.bool is added to the scores; allowed: a float one"),
     "softmax-over-queries": (softmax_over_queries, "softmax runs over dimension -2, not over the columns"),
     "tanh-without-softcap": (tanh_of_another_kind, "which is no softcap tanh(x / c) * c"),
-    "sink": (sink, "attention weights go through aten.slice ("),
+    "sink": (sink, "some attention weights are dropped by aten.slice ("),
     "weights-read-again": (weights_read_again, "the attention weights have another reader, aten.sum ("),
     "keys-read-again": (keys_read_again, "the Keys have another reader, aten.sum ("),
     "two-attentions": (two_attentions, "2 attentions read one update"),
