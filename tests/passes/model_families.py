@@ -51,9 +51,9 @@ _WINDOW = 8  # full after the prompt and 3 steps
 
 @dataclass(frozen=True)
 class Family:
-    """``name``: how transformers' classes begin. ``sizes``: further arguments of its config; None takes one of the usual out. ``note``:
-    what is special about it, for the table. ``float_layers``: by attention, those that are left float throughout. ``told_positions``: whether
-    it is handed a padding mask and positions, as by ``generate``; what it makes of their absence is no one graph.
+    """``name``: how transformers' classes begin. ``sizes``: further arguments of its config; None takes a usual one out. ``note``: what is
+    special about it, for the table. ``float_layers``: by attention, those that are left float throughout. ``told_positions``: whether it is
+    handed a padding mask and positions, as by ``generate``; what it makes of their absence is no one graph.
     """
 
     name: str
