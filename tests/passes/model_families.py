@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def run(family: Family, attention: str) -> Outcome:
     cache, floats, reference = (new_cache(model) for _ in range(3))
     for index, layer in enumerate(self_attention(reference).layers):
         if index not in family.float_layers.get(attention, ()):
-            quantise(layer)
+            quantise(layer, OPTIONS)
     errors, float_errors = [], []
     for index, tokens in enumerate(TOKENS.split([PROMPT, *[1] * STEPS], dim=1)):
         start = PROMPT + index - 1 if index else 0
@@ -204,10 +205,11 @@ def logits(forward: Any, tokens: Tensor, cache: Any, **given: Any) -> Tensor:
 CACHE = cache_argument(transformers.LlamaForCausalLM)
 
 
-def quantise(layer: Any) -> None:
+def quantise(layer: Any, options: Mapping[str, Any], exact_prompts: bool = False) -> None:
     """Let a static ``layer`` of transformers return what a KIVI state holds, for as long as each token has a column of its own.
 
-    It still keeps its float cache. A sliding layer that shifts its columns returns that.
+    It still keeps its float cache. A sliding layer that shifts its columns returns that; so does any, with ``exact_prompts``, where several
+    tokens come at once.
     """
     own, state, held = layer.update, None, 0
 
@@ -218,8 +220,9 @@ def quantise(layer: Any) -> None:
         if held > layer.max_cache_len:
             return floats
         if state is None:
-            state = KiviState.allocate(KiviConfig(**OPTIONS), *layer.keys.shape, values.shape[3], keys.dtype)
-        return state.update(keys, values, torch.tensor(start))
+            state = KiviState.allocate(KiviConfig(**options), *layer.keys.shape, values.shape[3], keys.dtype)
+        seen = state.update(keys, values, torch.tensor(start))
+        return floats if exact_prompts and keys.shape[2] > 1 else seen
 
     layer.update = update
 
