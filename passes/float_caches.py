@@ -321,7 +321,7 @@ def _read_write(node: Node, read: View, role: str, uses: _Uses) -> FloatWrite:
         elif columns in axes:
             position = target.dims[axes.index(columns)].start
             if known(target.dims[axes.index(columns)].size == value(read.source).shape[columns]):
-                raise unknown  # all of it is made anew
+                raise Unmatched(f"all columns of the {role} cache are written anew by {described(node)}, as in a window that rolls")
         else:
             position = dict(target.fixed).get(columns)  # type: ignore[arg-type]
     if dim is not None and target.axes[dim % len(target.axes)] != columns:

@@ -243,7 +243,12 @@ REFUSED: dict[str, tuple[Write, Any, int, str]] = {
     "two-attentions": (index_copy, two_attentions, 1, "the Keys cache has another reader, aten.reshape ("),
     "two-writes": (writes_twice, sdpa_repeat_kv, 1, "the Keys cache is written 2 times, by aten.index_copy_ ("),
     "cross-attention": (writes_nothing, sdpa_repeat_kv, 1, "come from an input that this graph does not write: cross-attention"),
-    "rolled": (rolls, sdpa_repeat_kv, 1, "the Keys cache is written by aten.copy_ (...), in a way that the pass does not know"),
+    "rolled": (
+        rolls,
+        sdpa_repeat_kv,
+        1,
+        "all columns of the Keys cache are written anew by aten.copy_ (...), as in a window that rolls",
+    ),
     "joined": (joins, sdpa_repeat_kv, 1, "the Keys are joined with the past by aten.cat ("),
     "padded-prefix": (reads_a_prefix, sdpa_repeat_kv, 1, "the Keys are no cache: they come from aten."),
     "no-mask": (index_copy, no_mask, 1, "attention over all 48 columns has no mask, so it sees unwritten ones"),
