@@ -45,15 +45,18 @@ def store_output(
     query_row,
     row_head,
     new_tokens,
+    channel,
+    channel_inside,
     REPEATS: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
 ):
-    """Divide, round and store query rows (token-major: new token * REPEATS + head of the group) to [B, Hq, S, D_v]."""
+    """Divide, round and store query rows (token-major: new token * REPEATS + head of the group) to [B, Hq, S, D_v].
+
+    channel: that of each column of ``accumulated``; channel_inside: whether there is one.
+    """
     output = tl.where((total == 0.0)[:, None], 0.0, accumulated / total[:, None])  # 0 where nothing is visible
     output = tl.where(past_capacity, float("nan"), output)
-    channel = tl.arange(0, DIM_BLOCK)
-    mask = (query_row < new_tokens * REPEATS)[:, None] & (channel < DIM)[None, :]
+    mask = (query_row < new_tokens * REPEATS)[:, None] & channel_inside[None, :]
     target = (row_head * REPEATS + query_row % REPEATS) * new_tokens + query_row // REPEATS
     tl.store(out_ptr + target[:, None] * DIM + channel[None, :], narrow(output, out_ptr.dtype.element_ty), mask=mask)
 
@@ -225,16 +228,17 @@ def attention_kernel(
         )
         accumulated = accumulated * decay[:, None] + tl.dot(weights, values, input_precision="tf32x3")
 
+    value_channel = tl.arange(0, VALUE_DIM_BLOCK)
+    inside = value_channel < VALUE_DIM
     if SPLITS == 1:
-        store_output(out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, REPEATS, VALUE_DIM, VALUE_DIM_BLOCK)
+        store_output(out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, value_channel, inside, REPEATS, VALUE_DIM)
     else:
         query_rows = new_tokens * REPEATS
         slot = (row_head * SPLITS + split) * query_rows + query_row
-        value_channel = tl.arange(0, VALUE_DIM_BLOCK)
         mask_rows = query_row < query_rows
         tl.store(maximum_ptr + slot, maximum, mask=mask_rows)
         tl.store(total_ptr + slot, total, mask=mask_rows)
-        partial_mask = mask_rows[:, None] & (value_channel < VALUE_DIM)[None, :]
+        partial_mask = mask_rows[:, None] & inside[None, :]
         tl.store(partial_ptr + slot[:, None] * VALUE_DIM + value_channel[None, :], accumulated, mask=partial_mask)
 
 
@@ -268,7 +272,8 @@ def combine_kernel(
     query_row = tl.program_id(1) * QUERY_BLOCK + tl.arange(0, QUERY_BLOCK)
     channel = tl.arange(0, VALUE_DIM_BLOCK)
     mask_rows = query_row < query_rows
-    partial_mask = mask_rows[:, None] & (channel < VALUE_DIM)[None, :]
+    inside = channel < VALUE_DIM
+    partial_mask = mask_rows[:, None] & inside[None, :]
     maximum = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_BLOCK], tl.float32)
     accumulated = tl.zeros([QUERY_BLOCK, VALUE_DIM_BLOCK], tl.float32)
@@ -282,4 +287,4 @@ def combine_kernel(
         partial = tl.load(partial_ptr + slot[:, None] * VALUE_DIM + channel[None, :], mask=partial_mask, other=0.0)
         accumulated = accumulated * decay[:, None] + partial * weight[:, None]
         maximum = merged
-    store_output(out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, REPEATS, VALUE_DIM, VALUE_DIM_BLOCK)
+    store_output(out_ptr, accumulated, total, past_capacity, query_row, row_head, new_tokens, channel, inside, REPEATS, VALUE_DIM)

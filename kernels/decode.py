@@ -280,7 +280,9 @@ def assignment(
     CHUNK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
 ):
-    """Deal the rows * splits programs of a head to rows: one to each, the others in proportion to lengths. Every program does it alone.
+    """Deal the rows * (splits + 1) programs of a head to rows in proportion to lengths. Every program does it alone.
+
+    A row with work for x of rows * splits equal programs gets x rounded up, unless that is within an eighth, and one at least.
 
     Returns for program ``index`` its row (``rows``: it has none), the row's first program and how many the row has.
     """
@@ -290,7 +292,9 @@ def assignment(
     padding = tl.load(left_padding_ptr + row, mask=real, other=0)
     first, end = own_tokens(start, padding, new_tokens, capacity)
     work = tl.where(real, tl.maximum(end, 0) // CHUNK + 2, 0)
-    share = tl.where(real, 1 + work * ((splits - 1) * rows) // tl.sum(work, 0), 0)
+    total = tl.sum(work, 0)
+    share = (8 * rows * splits * work + 7 * total - 1) // (8 * total)
+    share = tl.where(real, tl.maximum(share, 1), 0)
     last = tl.cumsum(share, 0)
     before = real & (last <= index)
     mine = tl.sum(before.to(tl.int32), 0)
@@ -481,10 +485,10 @@ def decode_kernel(
     """One program: ROWS query rows of one batch row and KV head over chunks and slices ``split``, ``split + splits``, ... of its tokens.
 
     Query rows are the REPEATS query heads of the KV head for each new token. Channels of every tensor are adjacent. Grid: (B * H,
-    splits, query blocks), or with ROW_BLOCK > 1 (H, B * splits, query blocks) and programs dealt to rows by :func:`assignment`. Writes to
-    a slot of its own maximum (base 2; -inf where the split saw nothing, and then nothing else counts) and total float32 [slots, rows] and
-    the weighted sum [slots, rows, D]; and spans int32 [B * H, 2], the first slot of a row and head and their number. SIGNAL: the combine
-    may be launched while this kernel ends.
+    splits, query blocks), or with ROW_BLOCK > 1 (H, B * (splits + 1), query blocks) and programs dealt to rows by :func:`assignment`.
+    Writes to a slot of its own maximum (base 2; -inf where the split saw nothing, and then nothing else counts) and total float32 [slots,
+    rows] and the weighted sum [slots, rows, D]; and spans int32 [B * H, 2], the first slot of a row and head and their number. SIGNAL: the
+    combine may be launched while this kernel ends.
     """
     T: tl.constexpr = key_window_ptr.dtype.element_ty
     CHUNK: tl.constexpr = KEY_TOKENS if KEY_TOKENS > VALUE_TOKENS else VALUE_TOKENS
@@ -509,7 +513,7 @@ def decode_kernel(
         first_slot = row_head * splits
     else:
         head = tl.program_id(0).to(tl.int64)
-        first_slot = head * rows * splits
+        first_slot = head * rows * (splits + 1)
         row, begin, splits = assignment(
             tl.program_id(1), splits, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
         )

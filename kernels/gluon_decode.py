@@ -406,7 +406,9 @@ def assignment(
     CHUNK: gl.constexpr,
     ROW_BLOCK: gl.constexpr,
 ):
-    """Deal the rows * splits programs of a head to rows: one to each, the others in proportion to lengths. Every program does it alone.
+    """Deal the rows * (splits + 1) programs of a head to rows in proportion to lengths. Every program does it alone.
+
+    A row with work for x of rows * splits equal programs gets x rounded up, unless that is within an eighth, and one at least.
 
     Returns for program ``index`` its row (``rows``: it has none), the row's first program and how many the row has.
     """
@@ -416,7 +418,9 @@ def assignment(
     padding = gl.load(left_padding_ptr + row, real, 0)
     first, end = own_tokens(start, padding, new_tokens, capacity)
     work = gl.where(real, gl.maximum(end, 0) // CHUNK + 2, 0)
-    share = gl.where(real, 1 + work * ((splits - 1) * rows) // gl.sum(work, 0), 0)
+    total = gl.sum(work, 0)
+    share = (8 * rows * splits * work + 7 * total - 1) // (8 * total)
+    share = gl.where(real, gl.maximum(share, 1), 0)
     last = gl.associative_scan(share, 0, add)
     before = real & (last <= index)
     mine = gl.sum(before.to(gl.int32), 0)
@@ -568,8 +572,8 @@ def decode_kernel(
     slot maximum (base 2; -inf where the split saw nothing, and then nothing else counts) and total, float32 [B * H * splits, query rows],
     and the weighted sum [..., D]; and for each row and head its first slot and how many it has, int32 [B * H, 2].
 
-    Grid: with ROW_BLOCK 1 (B * H, splits, query blocks); else ROW_BLOCK is a power of two not below B, the grid is (H, B * splits, query
-    blocks), and programs are dealt to rows by :func:`assignment`.
+    Grid: with ROW_BLOCK 1 (B * H, splits, query blocks); else ROW_BLOCK is a power of two not below B, the grid is (H, B * (splits + 1),
+    query blocks), and programs are dealt to rows by :func:`assignment`.
     """
     T: gl.constexpr = key_window_ptr.dtype.element_ty
     BF16: gl.constexpr = T == gl.bfloat16
@@ -600,7 +604,7 @@ def decode_kernel(
     else:
         head = gl.program_id(0)
         index = gl.program_id(1)
-        slots = rows * splits
+        slots = rows * (splits + 1)
         row, begin, splits = assignment(
             index, splits, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
         )

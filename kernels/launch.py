@@ -20,6 +20,7 @@ from kivi_ops.kernels.attention import MASK_BOOL, MASK_CAUSAL, MASK_FLOAT, MASK_
 from kivi_ops.kernels.combine import combine_kernel as merge_kernel
 from kivi_ops.kernels.decode import decode_kernel
 from kivi_ops.kernels.layout import RecordLayout, record_layouts
+from kivi_ops.kernels.prefill import prefill_kernel
 from kivi_ops.kernels.quantize import quantize_pack_kernel, unpack_dequantize_kernel
 from kivi_ops.kernels.update import view_kernel
 
@@ -36,9 +37,17 @@ SPLIT_TOKENS = 256  # no split of attention holds fewer, unless its row does
 SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each multiprocessor of a large GPU
 
 DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
+DECODE_TOKENS = 16  # new tokens up to which it is one
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
+DECODE_WAVES = 1
 DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
 DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
+# By the larger head size, padded: query rows, tokens, warps and registers of a prefill program. Two programs fit
+# a multiprocessor of sm_90, so that one restores and exponentiates while the other multiplies matrices.
+PREFILL_BLOCKS = {128: (128, 64, 8, 128), 256: (64, 32, 4, 255)}
+PREFILL_STAGES = 2  # the next block is on its way while one is multiplied
+PREFILL_PROGRAMS = 2  # wanted for each multiprocessor
+COMBINE_ROWS = 16  # query rows of a program that merges the splits of tiles
 # By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they
 # become resident while the splits are still at work.
 COMBINE_SHAPES = {16: (128, 1), 32: (64, 1), 64: (64, 4), 256: (32, 4)}
@@ -234,12 +243,25 @@ def is_decode_step(query: Tensor, layouts: tuple[RecordLayout, RecordLayout], he
         and key.metadata_dtype == query.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
         and softcap is None
+        and query.shape[2] <= DECODE_TOKENS
         and query.shape[2] * (query.shape[1] // heads) <= DECODE_ROWS
+    )
+
+
+def is_prefill(query: Tensor, layouts: tuple[RecordLayout, RecordLayout], heads: int) -> bool:
+    """Whether a call over ``heads`` KV heads has query rows enough for a tile of the prefill kernel."""
+    rows = query.shape[2] * (query.shape[1] // heads)
+    return (
+        (rows > DECODE_ROWS or query.shape[2] > DECODE_TOKENS)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and max(layout.head_dim for layout in layouts) <= 256
     )
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, layouts: tuple[RecordLayout, RecordLayout], softcap: float | None) -> str:
     """Which kernel serves a call."""
+    if is_prefill(query, layouts, key.shape[1]):
+        return "prefill"
     if not is_decode_step(query, layouts, key.shape[1], softcap):
         return "general"
     adjacent = query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -301,22 +323,46 @@ def attention(
         seal,
     )
     name = _chosen(query, key, value, call.layouts, softcap) if kernel == "auto" else kernel
+    run = {"general": _general_attention, "prefill": _prefill_attention, "gluon": _gluon_attention, "portable": _portable_attention}[name]
     with _device(query):
-        return {"general": _general_attention, "gluon": _gluon_attention, "portable": _portable_attention}[name](call)
+        return run(call)
 
 
 def _general_attention(call: AttentionCall) -> Tensor:
-    query, key, value, position, capacity, repeats = call.query, call.key, call.value, call.position, call.capacity, call.repeats
+    key_block, value_block = (max(16, _power(layout.head_dim)) for layout in call.layouts)
+    largest_query_block, token_block = ATTENTION_BLOCKS[max(128, key_block, value_block)]
+    query_block = min(max(16, _power(call.query_rows)), largest_query_block)
+    wanted = _blocks(SPLIT_PROGRAMS, call.query.shape[0] * call.heads * _blocks(call.query_rows, query_block))
+    return _tiled_attention(call, attention_kernel, (query_block, token_block, key_block, value_block), wanted, {"num_stages": 1})
+
+
+def _prefill_attention(call: AttentionCall) -> Tensor:
+    if call.scale < 0:  # the kernel takes maxima before it scales
+        call = call._replace(query=-call.query, scale=-call.scale)
+    # Channel parts of a record stay apart, each padded by itself.
+    key_block, value_block = (max(16, layout.channel_parts * _power(layout.head_dim // layout.channel_parts)) for layout in call.layouts)
+    query_block, token_block, warps, registers = PREFILL_BLOCKS[max(128, key_block, value_block)]
+    programs = call.query.shape[0] * call.heads * _blocks(call.query_rows, query_block)
+    wanted = max(1, PREFILL_PROGRAMS * _multiprocessors(call.query.device) // programs)
+    options = {"STAGES": PREFILL_STAGES, "num_warps": warps, "maxnreg": registers}
+    if call.kind in (MASK_BOOL.value, MASK_FLOAT.value):  # a tile of the mask takes registers, and would take shared memory
+        options |= {"STAGES": 1, "maxnreg": 255}
+    elif not _dependent(call.query.device):  # operands of older tensor cores are held in registers
+        options["maxnreg"] = 255
+    return _tiled_attention(call, prefill_kernel, (query_block, token_block, key_block, value_block), wanted, options)
+
+
+def _tiled_attention(call: AttentionCall, kernel: Any, blocks: tuple[int, int, int, int], wanted: int, options: dict[str, int]) -> Tensor:
+    """A kernel that takes tiles of query rows over ``wanted`` splits of the tokens at most, and the merge.
+
+    blocks: query rows, tokens, channels of a Key and of a Value of a tile.
+    """
+    query, key, value, position, capacity = call.query, call.key, call.value, call.position, call.capacity
     key_layout, value_layout = call.layouts
     metadata_dtype = key_layout.metadata_dtype
-    rows, query_heads, new_tokens, key_dim = query.shape
-    heads, value_dim = call.heads, value.shape[3]
-    query_rows = call.query_rows
-    key_block, value_block = max(16, _power(key_dim)), max(16, _power(value_dim))
-    largest_query_block, token_block = ATTENTION_BLOCKS[max(128, key_block, value_block)]
-    query_block = min(max(16, _power(query_rows)), largest_query_block)
-    query_blocks = _blocks(query_rows, query_block)
-    wanted = _blocks(SPLIT_PROGRAMS, rows * heads * query_blocks)
+    rows, query_heads, new_tokens, _ = query.shape
+    heads, query_rows, value_dim = call.heads, call.query_rows, value.shape[3]
+    query_block, token_block, key_block, value_block = blocks
     splits = min(wanted, _blocks(capacity, SPLIT_TOKENS))
 
     out = query.new_empty((rows, query_heads, new_tokens, value_dim))
@@ -326,14 +372,8 @@ def _general_attention(call: AttentionCall) -> Tensor:
         partial = query.new_empty((*slots, value_dim), dtype=torch.float32)
         maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
     position_stride = _position_stride(position, rows)
-    shape = {
-        "REPEATS": repeats,
-        "VALUE_DIM_BLOCK": value_block,
-        "SPLITS": splits,
-        "QUERY_BLOCK": query_block,
-        "TOKEN_BLOCK": token_block,
-    }
-    attention_kernel[(rows * heads * splits, query_blocks)](
+    shape = {"REPEATS": call.repeats, "VALUE_DIM_BLOCK": value_block, "SPLITS": splits, "TOKEN_BLOCK": token_block}
+    kernel[(rows * heads * splits, _blocks(query_rows, query_block))](
         query,
         key,
         value,
@@ -373,11 +413,13 @@ def _general_attention(call: AttentionCall) -> Tensor:
         **_format("KEY_", key_layout),
         **_format("VALUE_", value_layout),
         **shape,
-        num_stages=1,
+        **options,
+        QUERY_BLOCK=query_block,
         enable_fp_fusion=True,
     )
     if splits > 1:
-        combine_kernel[(rows * heads, query_blocks)](
+        combine_block = min(query_block, COMBINE_ROWS)
+        combine_kernel[(rows * heads, _blocks(query_rows, combine_block))](
             partial,
             maximum,
             total,
@@ -390,6 +432,7 @@ def _general_attention(call: AttentionCall) -> Tensor:
             capacity,
             VALUE_DIM=value_dim,
             **shape,
+            QUERY_BLOCK=combine_block,
             enable_fp_fusion=True,
         )
     return out
@@ -487,11 +530,11 @@ class Splits(NamedTuple):
 def _split(query: Tensor, heads: int, query_blocks: int, capacity: int) -> Splits:
     """One wave of programs in all."""
     rows, query_heads, new_tokens, dim = query.shape
-    wave = DECODE_PROGRAMS * _multiprocessors(query.device)
-    count = min(max(1, wave // (rows * heads * query_blocks)), _blocks(capacity, 32), DECODE_SPLITS)
+    programs = DECODE_WAVES * DECODE_PROGRAMS * _multiprocessors(query.device)
+    count = min(max(1, programs // (rows * heads * query_blocks)), _blocks(capacity, 32), DECODE_SPLITS)
     ragged = rows > 1 and count > 1
-    grid = (heads, rows * count) if ragged else (rows * heads, count)
-    slots = (rows * heads * count, query_heads // heads * new_tokens)
+    grid = (heads, rows * (count + 1)) if ragged else (rows * heads, count)
+    slots = (grid[0] * grid[1], query_heads // heads * new_tokens)
     partial = query.new_empty((*slots, dim), dtype=torch.float32)
     maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
     spans = query.new_empty((rows * heads, 2), dtype=torch.int32)

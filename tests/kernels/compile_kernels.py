@@ -3,8 +3,9 @@
 Usage: python compile_kernels.py <compute capability, such as 90> <case> ...
 
 Each launch of a case is compiled instead of run; prints one JSON line a kernel with its registers, spilled bytes and instructions. A case
-that begins with the name of a decode kernel, such as gluon-fp16-2-2-128-4-causal (dtype, bits, D, query rows, mask), is one launch of it;
-any other is every operator by the general kernels. Must run without TRITON_INTERPRET, whose kernels are never compiled.
+that begins with the name of a decode kernel, such as gluon-fp16-2-2-128-4-causal (dtype, bits, D, query rows, mask), is one launch of it,
+and so is one of the prefill kernel; any other is every operator by the general kernels. Must run without TRITON_INTERPRET, whose kernels
+are never compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KERNELS = (
     "write_kernel",
     "view_kernel",
 )
-DECODE_KERNELS = ("decode_kernel", "merge_kernel")  # of launch, beside Gluon's
+FAST_KERNELS = ("decode_kernel", "merge_kernel", "prefill_kernel")  # of launch, beside Gluon's
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -122,16 +123,21 @@ def launch_all(
         getattr(launch, f"unpack_dequantize_{name}")(*packed, width, group, x.shape[-1], dtype)
 
 
-def launch_decode(kernel: str, dtype: torch.dtype, bits: tuple[int, int], dim: int, query_rows: int, mask: str) -> None:
-    """One launch of a decode kernel: one new token, ``query_rows`` query heads of a KV head; the mask "causal", "bool" or "float"."""
+def launch_fast(kernel: str, dtype: torch.dtype, bits: tuple[int, int], dim: int, query_rows: int, mask: str) -> None:
+    """One launch of one kernel of attention, with ``query_rows`` for each KV head; the mask "causal", "bool" or "float".
+
+    A decode kernel gets one new token and as many query heads, the prefill kernel 4 query heads and new tokens for the rest.
+    """
     rows, heads, capacity = 2, 2, 1024
+    repeats = 4 if kernel == "prefill" else query_rows
+    new_tokens = query_rows // repeats
     config = KiviConfig(*bits, 32, 128)
     state = KiviState.allocate(config, rows, heads, capacity, dim, dim, dtype)
-    query, key = (torch.zeros(rows, n * heads, 1, dim, dtype=dtype) for n in (query_rows, 1))
+    query, key = (torch.zeros(rows, n * heads, new_tokens, dim, dtype=dtype) for n in (repeats, 1))
     masks = {
         "causal": None,
-        "bool": torch.ones(rows, 1, 1, capacity, dtype=torch.bool),
-        "float": torch.zeros(rows, query_rows * heads, 1, capacity, dtype=dtype),
+        "bool": torch.ones(rows, 1, new_tokens, capacity, dtype=torch.bool),
+        "float": torch.zeros(rows, repeats * heads, new_tokens, capacity, dtype=dtype),
     }
     tensors = tuple(state.tensors().values())[:-1]
     position = torch.zeros(rows, 1, dtype=torch.int64)
@@ -145,15 +151,15 @@ def main() -> None:
     # What launchers ask of the device, which is not here.
     launch._gluon = lambda device: gluon_decode
     launch._dependent = lambda device: int(capability) >= 90
-    kernels = {name: getattr(launch, name) for name in (*KERNELS, *DECODE_KERNELS)}
+    kernels = {name: getattr(launch, name) for name in (*KERNELS, *FAST_KERNELS)}
     gluon_kernel = gluon_decode.decode_kernel
     for case in cases:
         for name, kernel in kernels.items():
             setattr(launch, name, CompileOnly(kernel, name, case))
         gluon_decode.decode_kernel = CompileOnly(gluon_kernel, "gluon_decode", case)
-        if case.split("-")[0] in ("gluon", "portable"):
+        if case.split("-")[0] in ("gluon", "portable", "prefill"):
             kernel, dtype, key_bits, value_bits, dim, query_rows, mask = case.split("-")
-            launch_decode(kernel, DTYPES[dtype], (int(key_bits), int(value_bits)), int(dim), int(query_rows), mask)
+            launch_fast(kernel, DTYPES[dtype], (int(key_bits), int(value_bits)), int(dim), int(query_rows), mask)
         else:
             dtype, metadata, key_bits, value_bits, group, key_dim, value_dim, new_tokens = case.split("-")
             numbers = (int(key_bits), int(value_bits)), int(group), (int(key_dim), int(value_dim)), int(new_tokens)

@@ -22,7 +22,8 @@ CASES = {
 SHARED_BYTES = 99 * 1024  # of a program, on every GPU since sm_80
 
 
-# kernel - dtype - Key bits - Value bits - D - query rows - mask: bytes of spills, instructions, instructions of the main loop at most.
+# kernel - dtype - Key bits - Value bits - D - query rows of a KV head - mask: bytes of spills, instructions, and those of the main loop,
+# at most.
 # Recorded with Triton 3.6, 3.8 and 3.9, the largest of the three and 3 % more: arithmetic bounds these kernels, so an instruction more
 # is time lost.
 DECODE_CASES = {
@@ -34,11 +35,14 @@ DECODE_CASES = {
         "portable-fp16-2-2-128-4-causal": (104, 5910, 1995),
         "portable-bf16-2-2-128-4-bool": (464, 8750, 3480),
         "portable-bf16-4-4-64-4-causal": (16, 4280, 1330),
+        "prefill-fp16-2-2-128-512-causal": (544, 4700, 710),
+        "prefill-bf16-4-4-64-512-bool": (0, 4140, 1060),
     },
     80: {
         "gluon-bf16-2-2-128-8-causal": (0, 4990, 2055),
         "gluon-bf16-2-2-128-4-causal": (32, 5200, 2100),
         "portable-bf16-2-2-128-4-causal": (240, 6720, 2215),
+        "prefill-bf16-2-2-128-512-causal": (48, 5390, 1265),
     },
 }
 

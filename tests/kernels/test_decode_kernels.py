@@ -222,7 +222,7 @@ def test_a_captured_step_replays_at_any_length(twin_of: Callable[..., Twin]) -> 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_decode_steps_are_the_gluon_kernels(format: tuple) -> None:
-    """Those whose channels are not adjacent are the portable kernel's, calls of many query rows the general one's."""
+    """Those whose channels are not adjacent are the portable kernel's, calls of many query rows the prefill kernel's."""
     key_bits, value_bits, dim, dtype, repeats = format
     layouts = record_layouts(dim, dim, key_bits, value_bits, 32, dtype)
 
@@ -232,4 +232,5 @@ def test_decode_steps_are_the_gluon_kernels(format: tuple) -> None:
 
     assert chosen(1) == chosen(4) == "gluon"
     assert chosen(4, transposed=True) == "portable"
-    assert chosen(200) == chosen(1, softcap=30.0) == chosen(1, torch.float32) == "general"
+    assert chosen(200) == "prefill"
+    assert chosen(1, softcap=30.0) == chosen(1, torch.float32) == "general"
