@@ -138,7 +138,7 @@ def _states(model: Any, config: KiviConfig, batch_size: int, capacity: int) -> l
     for index, layer in enumerate(layers):
         if not isinstance(layer, KiviLayer) or index >= len(cache.layers) or not cache.layers[index].is_initialized:
             raise ValueError(
-                f"layer {index} of {model.config.model_type!r} keeps no Keys and Values of its own; allowed: models in which each layer does"
+                f"layer {index} of {model.config.model_type!r} keeps no Keys and Values of its own; allowed: models whose layers all do"
             )
     return [
         KiviState.allocate(

@@ -14,9 +14,10 @@ from torch.fx import Node
 from kivi_ops.export.files import load_programs, save_programs
 from kivi_ops.export.rewrite import STATE_PREFIX
 from kivi_ops.export.session import Session
-from kivi_ops.passes.nodes import arguments, is_op
+from kivi_ops.passes.nodes import arguments
 
 _FORMAT = ("key_bits", "value_bits", "group_size", "residual_length", "rollback_margin", "metadata_dtype")
+_WRITES = (torch.ops.kivi.append.default, torch.ops.kivi.update.default)
 
 
 class ExportedModel(Session):
@@ -38,7 +39,7 @@ class ExportedModel(Session):
         self.files = dict(files or {})
         first = next(iter(self.programs.values()))
         state = {name: tensor for name, tensor in first.state_dict.items() if name.startswith(f"{STATE_PREFIX}.")}
-        formats = [_format(node) for node in first.graph.nodes if is_op(node, torch.ops.kivi.append, torch.ops.kivi.update)]
+        formats = [found for node in first.graph.nodes if (found := _format(node)) is not None]
         if not formats:
             raise ValueError("the program has no quantised cache; allowed: what rewrite() or export_model() returned")
         padded = set()
@@ -72,7 +73,12 @@ class ExportedModel(Session):
         return cls(*load_programs(path))
 
 
-def _format(node: Node) -> tuple[int, dict[str, Any]]:
-    """Capacity and configuration of a layer."""
-    given = arguments(node)
+def _format(node: Node) -> tuple[int, dict[str, Any]] | None:
+    """Capacity and configuration of a layer, from where its state is written; None for any other node."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and node.args and node.args[0] in _WRITES:  # after run_decompositions
+        given: Mapping[str, Any] = node.kwargs
+    elif node.target in _WRITES:
+        given = arguments(node)
+    else:
+        return None
     return given["capacity"], {name: given[name] if isinstance(given[name], int) else str(given[name]) for name in _FORMAT}

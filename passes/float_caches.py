@@ -203,7 +203,16 @@ def _read_write(node: Node, cache: Node, role: str) -> FloatWrite:
         raise unknown
     if isinstance(position, int) and position < 0:
         raise Unmatched(f"{described(node)} counts columns from the end ({position})")
-    return FloatWrite(node, cache, (node, *views, *copies), new, position)
+    return FloatWrite(node, cache, (node, *views, *copies), _with_all_dimensions(new), position)
+
+
+def _with_all_dimensions(new: Node) -> Node:
+    """[1, H, S, D] where ``new`` is a view [H, S, D] of that: ``cache[...] = new`` takes leading dimensions of size 1 off."""
+    if is_op(new, aten.view, aten.reshape) and isinstance(source := new.args[0], Node):
+        lead = value(source).dim() - value(new).dim()
+        if lead > 0 and same_sizes(value(source).shape, (*[1] * lead, *value(new).shape)):
+            return source
+    return new
 
 
 def _only_third(indices: list[Any]) -> bool:
