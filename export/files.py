@@ -81,7 +81,9 @@ def load_programs(path: str | os.PathLike[str]) -> tuple[dict[str, ExportedProgr
     tensors: dict[str, Tensor] = {}
     for program in ordered.values():
         for name, tensor in program.state_dict.items():
-            program.state_dict[name] = tensors.setdefault(name, tensor)
+            if name not in tensors:  # torch 2.11 leaves tensors in memory that may not be written
+                tensors[name] = tensor.clone() if name.startswith(f"{STATE_PREFIX}.") else tensor
+            program.state_dict[name] = tensors[name]
     return ordered, texts
 
 

@@ -1,4 +1,5 @@
-"""Run by the tests in a process of its own, without transformers: load each model named in a plan, feed it its tokens, keep the logits."""
+"""Run by the tests in a process of its own, without transformers: load each model named in a plan, feed it its tokens, keep logits and
+state."""
 
 import sys
 
@@ -15,6 +16,7 @@ def main(plan_path: str, result_path: str) -> None:
         model = ExportedModel.load(path)
         first, *rest = calls
         results[name] = [model(first, left_padding), *(model(ids) for ids in rest)]
+        model.save_state(f"{path}.state")
     torch.save(results, result_path)
 
 

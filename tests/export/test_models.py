@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from export_models import GptFast
+from helpers import valid_rows
 from torch import Tensor
 from torch.export import Dim
 
-from kivi_ops import KiviCache, KiviConfig
+from kivi_ops import KiviCache, KiviConfig, KiviState
 from kivi_ops.demo import cache_argument
 from kivi_ops.export import ExportedModel, export_model, rewrite
 from kivi_ops.passes.match import STATE_NAMES
@@ -374,7 +375,8 @@ def test_without_this_package_torch_names_the_operators_that_it_lacks(exported: 
 
 @pytest.mark.slow
 def test_smollm2(tmp_path: Path) -> None:
-    """Exported, saved and loaded elsewhere: 2 R + 3 steps at 2 bits, teacher-forced, nearly all of them tight (contract section 7)."""
+    """Exported, saved and loaded elsewhere: 2 R + 3 steps at 2 bits, teacher-forced. Most are tight, and few codes differ (contract
+    section 7: between two correct routes a code on a rounding edge may flip, and moves what follows)."""
     pytest.importorskip("gguf")
     from kivi_ops.demo import load_smollm2, sample_text
 
@@ -391,7 +393,17 @@ def test_smollm2(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("fresh_process.py"))
     subprocess.run([sys.executable, script, str(tmp_path / "plan.pt"), str(tmp_path / "results.pt")], check=True, timeout=600)
     actual = torch.cat(torch.load(tmp_path / "results.pt")["smollm2"], 1)[0]
-    expected = torch.cat(eager_transformer(model, KiviCache(model.config, 256, config), calls, torch.ones_like(calls[0])), 1)[0]
+    cache = KiviCache(model.config, 256, config)
+    expected = torch.cat(eager_transformer(model, cache, calls, torch.ones_like(calls[0])), 1)[0]
     error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert (error < 1e-3).float().mean() > 0.9, error
-    assert (actual.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95
+    assert error.max() < 0.02 and (error < 1e-3).float().mean() > 0.85, error
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+    exported.load_state(f"{path}.state")
+    codes = {"differ": 0, "in all": 0}
+    for index, layer in enumerate(cache.layers):
+        state = {name: exported.programs["model"].state_dict[f"kivi_state.{index}.{name}"] for name in STATE_NAMES}
+        actual_row, expected_row = (valid_rows(held, [ids.shape[1]])[0] for held in (KiviState(config, 256, **state), layer.state))
+        for name in ("key_codes", "value_codes"):
+            codes["differ"] += int((actual_row[name] != expected_row[name]).sum())
+            codes["in all"] += expected_row[name].numel()
+    assert codes["differ"] < 1e-3 * codes["in all"], codes
