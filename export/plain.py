@@ -56,7 +56,8 @@ def attention(
         torch.where(exists[:, None, :, None], _tokens(*source, layout, ends[:, place, None], first, token), 0.0)
         for place, (source, layout) in enumerate(zip(sources, layouts, strict=True))
     )
-    scores = query.float().reshape(rows, heads, -1, dim) @ keys.transpose(-1, -2) * (1 / math.sqrt(dim) if scale is None else scale)
+    grouped = query.float().contiguous().view(rows, heads, query_heads // heads * new_tokens, dim)
+    scores = grouped @ keys.transpose(-1, -2) * (1 / math.sqrt(dim) if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.unflatten(2, (query_heads // heads, new_tokens))
@@ -71,7 +72,8 @@ def attention(
     largest = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - torch.where(largest == -torch.inf, 0.0, largest)).flatten(2, 3)
     total = weights.sum(-1, keepdim=True)
-    output = torch.where(total == 0, 0.0, weights @ values / total).reshape(rows, query_heads, new_tokens, -1)
+    output = torch.where(total == 0, 0.0, weights @ values / total)
+    output = output.unflatten(2, (query_heads // heads, new_tokens)).flatten(1, 2)
     past_capacity = (start + new_tokens > capacity)[:, None, None, None]
     return torch.where(past_capacity, math.nan, output).to(query.dtype)
 
@@ -175,8 +177,10 @@ def _sealed(
     total, size = records.shape[2], layout.tokens
     if total == 0:
         return None
-    # Tokens that are not sealed yet lie in the window or are new; with the group around the boundary they touch so many records:
-    touched = torch.sym_min(total, (window.shape[2] + new.shape[2] + layout.group_size + size - 1) // size + 1)
+    touched = total
+    if not isinstance(new.shape[2], torch.SymInt):  # a number of records that is a symbol would not stay one: views of it ask what it is
+        # Tokens that are not sealed yet lie in the window or are new; with the group around the boundary they touch so many records.
+        touched = min(total, -(-(window.shape[2] + new.shape[2] + layout.group_size) // size) + 1)
     place = (whole // size).clamp(max=total - touched)[:, None] + torch.arange(touched, device=records.device)
     index = _column(place).expand(-1, records.shape[1], touched, layout.words)
     present = records.gather(2, index)
