@@ -227,6 +227,8 @@ class Column:
         if value is None:
             return "-".rjust(self.width)
         text = format(value * self.factor, self.form) + self.unit if self.form else str(value) + self.unit
+        if len(text) > self.width and self.form:  # far beyond what was expected: the table keeps its columns
+            text = format(value * self.factor, ".1e") + self.unit
         return text.rjust(self.width)
 
     def heading(self) -> str:

@@ -76,7 +76,7 @@ class Case:
 
 
 SIZES = [(64, 128 * K), (64, 32 * K), (256, 8 * K), (8, 128 * K), (8, 32 * K), (64, 8 * K)]
-RAGGED = Case(64, 128 * K, kind="ragged")
+RAGGED = [Case(64, 128 * K, kind="ragged"), Case(256, 128 * K, kind="ragged")]
 
 
 def _must_show() -> list[Case]:
@@ -85,7 +85,10 @@ def _must_show() -> list[Case]:
         cases += [Case(*size), Case(*size, repeats=8), Case(*size, bits=4), Case(*size, dtype="bfloat16")]
     for tokens in (128 * K, 32 * K):
         cases += [Case(64, tokens, repeats=1), Case(64, tokens, repeats=16), Case(64, tokens, dim=64), Case(64, tokens, dim=64, bits=4)]
-    return [*cases, RAGGED, Case(64, sum(RAGGED.lengths()) // len(RAGGED.lengths()) - EXTRA)]
+    for ragged in RAGGED:
+        mean = sum(ragged.lengths()) // len(ragged.lengths())
+        cases += [ragged, Case(ragged.kv_heads, mean - EXTRA)]
+    return cases
 
 
 PRESETS = {

@@ -268,9 +268,17 @@ def mask_logits(
 
 
 @triton.jit
+def shares(work, total, programs):
+    """Of ``programs`` dealt in proportion to ``work`` [rows], of which ``total`` is the sum; 0 without work."""
+    share = (8 * programs * work + 7 * total - 1) // (8 * total)
+    return tl.where(work > 0, tl.maximum(share, 1), 0)
+
+
+@triton.jit
 def assignment(
     index,
     splits,
+    finest,
     position_ptr,
     position_stride,
     left_padding_ptr,
@@ -280,9 +288,10 @@ def assignment(
     CHUNK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
 ):
-    """Deal the rows * (splits + 1) programs of a head to rows in proportion to lengths. Every program does it alone.
+    """Deal programs of a head to rows in proportion to their lengths. Every program does it alone.
 
-    A row with work for x of rows * splits equal programs gets x rounded up, unless that is within an eighth, and one at least.
+    Rows of like length get ``splits`` programs each, one wave in all. Where that does not come out even, ``finest`` * rows are dealt.
+    A row with work for x programs gets x rounded up, unless that is within an eighth, and one at least: rows * (finest + 1) at most.
 
     Returns for program ``index`` its row (``rows``: it has none), the row's first program and how many the row has.
     """
@@ -293,8 +302,8 @@ def assignment(
     first, end = own_tokens(start, padding, new_tokens, capacity)
     work = tl.where(real, tl.maximum(end, 0) // CHUNK + 2, 0)
     total = tl.sum(work, 0)
-    share = (8 * rows * splits * work + 7 * total - 1) // (8 * total)
-    share = tl.where(real, tl.maximum(share, 1), 0)
+    share = shares(work, total, rows * splits)
+    share = tl.where(tl.sum(share, 0) > rows * splits, shares(work, total, rows * finest), share)
     last = tl.cumsum(share, 0)
     before = real & (last <= index)
     mine = tl.sum(before.to(tl.int32), 0)
@@ -427,7 +436,7 @@ def slice_values(
 # ------------------------------------------------------------------------------------------------------------ kernel
 
 
-@triton.jit(do_not_specialize=["splits", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
+@triton.jit(do_not_specialize=["splits", "finest", "rows", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
 def decode_kernel(
     query_ptr,
     key_ptr,
@@ -469,6 +478,7 @@ def decode_kernel(
     key_records,
     value_records,
     splits,
+    finest,
     scale,
     AFTER: tl.constexpr,
     MASK: tl.constexpr,
@@ -485,7 +495,7 @@ def decode_kernel(
     """One program: ROWS query rows of one batch row and KV head over chunks and slices ``split``, ``split + splits``, ... of its tokens.
 
     Query rows are the REPEATS query heads of the KV head for each new token. Channels of every tensor are adjacent. Grid: (B * H,
-    splits, query blocks), or with ROW_BLOCK > 1 (H, B * (splits + 1), query blocks) and programs dealt to rows by :func:`assignment`.
+    splits, query blocks), or with ROW_BLOCK > 1 (H, B * (finest + 1), query blocks) and programs dealt to rows by :func:`assignment`.
     Writes to a slot of its own maximum (base 2; -inf where the split saw nothing, and then nothing else counts) and total float32 [slots,
     rows] and the weighted sum [slots, rows, D]; and spans int32 [B * H, 2], the first slot of a row and head and their number. SIGNAL: the
     combine may be launched while this kernel ends.
@@ -513,9 +523,9 @@ def decode_kernel(
         first_slot = row_head * splits
     else:
         head = tl.program_id(0).to(tl.int64)
-        first_slot = head * rows * (splits + 1)
+        first_slot = head * rows * (finest + 1)
         row, begin, splits = assignment(
-            tl.program_id(1), splits, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
+            tl.program_id(1), splits, finest, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
         )
         if row >= rows:
             return

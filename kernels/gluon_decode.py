@@ -394,9 +394,17 @@ def add(a, b):
 
 
 @gluon.jit
+def shares(work, total, programs):
+    """Of ``programs`` dealt in proportion to ``work`` [rows], of which ``total`` is the sum; 0 without work."""
+    share = (8 * programs * work + 7 * total - 1) // (8 * total)
+    return gl.where(work > 0, gl.maximum(share, 1), 0)
+
+
+@gluon.jit
 def assignment(
     index,
     splits,
+    finest,
     position_ptr,
     position_stride,
     left_padding_ptr,
@@ -406,9 +414,10 @@ def assignment(
     CHUNK: gl.constexpr,
     ROW_BLOCK: gl.constexpr,
 ):
-    """Deal the rows * (splits + 1) programs of a head to rows in proportion to lengths. Every program does it alone.
+    """Deal programs of a head to rows in proportion to their lengths. Every program does it alone.
 
-    A row with work for x of rows * splits equal programs gets x rounded up, unless that is within an eighth, and one at least.
+    Rows of like length get ``splits`` programs each, one wave in all. Where that does not come out even, ``finest`` * rows are dealt.
+    A row with work for x programs gets x rounded up, unless that is within an eighth, and one at least: rows * (finest + 1) at most.
 
     Returns for program ``index`` its row (``rows``: it has none), the row's first program and how many the row has.
     """
@@ -419,8 +428,8 @@ def assignment(
     first, end = own_tokens(start, padding, new_tokens, capacity)
     work = gl.where(real, gl.maximum(end, 0) // CHUNK + 2, 0)
     total = gl.sum(work, 0)
-    share = (8 * rows * splits * work + 7 * total - 1) // (8 * total)
-    share = gl.where(real, gl.maximum(share, 1), 0)
+    share = shares(work, total, rows * splits)
+    share = gl.where(gl.sum(share, 0) > rows * splits, shares(work, total, rows * finest), share)
     last = gl.associative_scan(share, 0, add)
     before = real & (last <= index)
     mine = gl.sum(before.to(gl.int32), 0)
@@ -511,7 +520,7 @@ def sealed_values(words_at, meta_at, begin, boundary, DIM: gl.constexpr, BITS: g
 # --------------------------------------------------------------------------------------------------------------- kernel
 
 
-@gluon.jit(do_not_specialize=["splits", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
+@gluon.jit(do_not_specialize=["splits", "finest", "rows", "new_tokens", "capacity", "mask_columns", "key_records", "value_records"])
 def decode_kernel(
     query_ptr,
     key_ptr,
@@ -553,6 +562,7 @@ def decode_kernel(
     key_records,
     value_records,
     splits,
+    finest,
     scale,
     AFTER: gl.constexpr,
     MASK: gl.constexpr,
@@ -572,7 +582,7 @@ def decode_kernel(
     slot maximum (base 2; -inf where the split saw nothing, and then nothing else counts) and total, float32 [B * H * splits, query rows],
     and the weighted sum [..., D]; and for each row and head its first slot and how many it has, int32 [B * H, 2].
 
-    Grid: with ROW_BLOCK 1 (B * H, splits, query blocks); else ROW_BLOCK is a power of two not below B, the grid is (H, B * (splits + 1),
+    Grid: with ROW_BLOCK 1 (B * H, splits, query blocks); else ROW_BLOCK is a power of two not below B, the grid is (H, B * (finest + 1),
     query blocks), and programs are dealt to rows by :func:`assignment`.
     """
     T: gl.constexpr = key_window_ptr.dtype.element_ty
@@ -604,9 +614,9 @@ def decode_kernel(
     else:
         head = gl.program_id(0)
         index = gl.program_id(1)
-        slots = rows * (splits + 1)
+        slots = rows * (finest + 1)
         row, begin, splits = assignment(
-            index, splits, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
+            index, splits, finest, position_ptr, position_stride, left_padding_ptr, rows, new_tokens, capacity, CHUNK, ROW_BLOCK
         )
         if row >= rows:
             return

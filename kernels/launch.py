@@ -39,14 +39,32 @@ SPLIT_PROGRAMS = 512  # attention programs wanted in all: about four for each mu
 DECODE_ROWS = 128  # query rows (new tokens times query heads of a KV head) up to which a call is a decode step
 DECODE_TOKENS = 16  # new tokens up to which it is one
 DECODE_PROGRAMS = 8  # of the decode kernel for each multiprocessor: one wave
-DECODE_WAVES = 1
 DECODE_STAGES = 2  # of the portable kernel: the next chunk is on its way while one is computed
 DECODE_SPLITS = 512  # at most, of a row and head: more are slow to merge
-# By the larger head size, padded: query rows, tokens, warps and registers of a prefill program. Two programs fit
-# a multiprocessor of sm_90, so that one restores and exponentiates while the other multiplies matrices.
-PREFILL_BLOCKS = {128: (128, 64, 8, 128), 256: (64, 32, 4, 255)}
-PREFILL_STAGES = 2  # the next block is on its way while one is multiplied
-PREFILL_PROGRAMS = 2  # wanted for each multiprocessor
+# Rows of unlike length are dealt this many waves, so that the last programs to start are short; one where a row has RAGGED_SPLITS programs
+# of it already, or where RAGGED_TOKENS, which a program has at least when all rows are full, would not be left.
+RAGGED_WAVES = 4
+RAGGED_SPLITS = 16
+RAGGED_TOKENS = 1024
+
+
+class PrefillTile(NamedTuple):
+    """What a prefill program takes at a time, with what, and how many programs are wanted for each multiprocessor."""
+
+    query_rows: int
+    tokens: int
+    warps: int
+    registers: int
+    stages: int  # 2: the next block of tokens is on its way while one is multiplied
+    programs: int
+
+
+# Measured on an H200, where one may take 227 KB: while one group of warps restores and exponentiates, another multiplies matrices.
+PREFILL_FEW = PrefillTile(128, 64, 4, 255, 2, 2)
+PREFILL_MANY = PrefillTile(256, 64, 8, 255, 3, 1)
+PREFILL_MASKED = PrefillTile(128, 64, 8, 255, 2, 1)  # a tile of the mask takes registers
+PREFILL_OTHER = PrefillTile(128, 64, 8, 255, 2, 2)  # other tensor cores take operands from registers; 99 KB of shared memory are enough
+PREFILL_WIDE = PrefillTile(64, 32, 4, 255, 2, 2)  # head sizes above 128
 COMBINE_ROWS = 16  # query rows of a program that merges the splits of tiles
 # By the number of splits added up at a time up to which each holds: channels and warps of a merging program. Thin ones, because they
 # become resident while the splits are still at work.
@@ -179,6 +197,12 @@ def _multiprocessors(device: torch.device) -> int:
 def _dependent(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one before it ends (sm_90 and later)."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _wgmma(device: torch.device) -> bool:
+    """Whether tensor cores multiply matrices that lie in shared memory, for four warps at a time (sm_90 alone)."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
@@ -341,15 +365,21 @@ def _prefill_attention(call: AttentionCall) -> Tensor:
         call = call._replace(query=-call.query, scale=-call.scale)
     # Channel parts of a record stay apart, each padded by itself.
     key_block, value_block = (max(16, layout.channel_parts * _power(layout.head_dim // layout.channel_parts)) for layout in call.layouts)
-    query_block, token_block, warps, registers = PREFILL_BLOCKS[max(128, key_block, value_block)]
-    programs = call.query.shape[0] * call.heads * _blocks(call.query_rows, query_block)
-    wanted = max(1, PREFILL_PROGRAMS * _multiprocessors(call.query.device) // programs)
-    options = {"STAGES": PREFILL_STAGES, "num_warps": warps, "maxnreg": registers}
-    if call.kind in (MASK_BOOL.value, MASK_FLOAT.value):  # a tile of the mask takes registers, and would take shared memory
-        options |= {"STAGES": 1, "maxnreg": 255}
-    elif not _dependent(call.query.device):  # operands of older tensor cores are held in registers
-        options["maxnreg"] = 255
-    return _tiled_attention(call, prefill_kernel, (query_block, token_block, key_block, value_block), wanted, options)
+    tile = _prefill_tile(call, max(key_block, value_block))
+    programs = call.query.shape[0] * call.heads * _blocks(call.query_rows, tile.query_rows)
+    wanted = max(1, tile.programs * _multiprocessors(call.query.device) // programs)
+    options = {"STAGES": tile.stages, "num_warps": tile.warps, "maxnreg": tile.registers}
+    return _tiled_attention(call, prefill_kernel, (tile.query_rows, tile.tokens, key_block, value_block), wanted, options)
+
+
+def _prefill_tile(call: AttentionCall, channels: int) -> PrefillTile:
+    if channels > 128:
+        return PREFILL_WIDE
+    if not _wgmma(call.query.device):
+        return PREFILL_OTHER
+    if call.kind in (MASK_BOOL.value, MASK_FLOAT.value):
+        return PREFILL_MASKED
+    return PREFILL_FEW if call.query_rows <= PREFILL_FEW.query_rows else PREFILL_MANY
 
 
 def _tiled_attention(call: AttentionCall, kernel: Any, blocks: tuple[int, int, int, int], wanted: int, options: dict[str, int]) -> Tensor:
@@ -493,7 +523,8 @@ def _decode_attention(call: AttentionCall, kernel: Any, words: torch.dtype, cons
         call.key_window.shape[2],
         call.key_records.shape[2],
         call.value_records.shape[2],
-        splits.average,
+        splits.count,
+        splits.finest,
         call.scale,
         AFTER=call.seal == "after_attention",
         MASK=call.kind,
@@ -521,31 +552,34 @@ def _aligned(x: Tensor) -> Tensor:
 class Splits(NamedTuple):
     """How the programs of a decode kernel share the tokens of rows, and what they leave for the merge."""
 
-    average: int  # number of a row and head
+    count: int  # number of a row and head
+    finest: int  # the same on average where rows are of unlike length
     grid: tuple[int, int, int]
     row_block: int  # rows at most that programs are dealt to by length; 1: every row gets the same number
     results: tuple[Tensor, Tensor, Tensor, Tensor]  # weighted sums, maxima, totals; of a row and head the first slot and their number
 
 
 def _split(query: Tensor, heads: int, query_blocks: int, capacity: int) -> Splits:
-    """One wave of programs in all."""
+    """One wave of programs in all, or where rows are many and may be of unlike length, up to RAGGED_WAVES."""
     rows, query_heads, new_tokens, dim = query.shape
-    programs = DECODE_WAVES * DECODE_PROGRAMS * _multiprocessors(query.device)
-    count = min(max(1, programs // (rows * heads * query_blocks)), _blocks(capacity, 32), DECODE_SPLITS)
-    ragged = rows > 1 and count > 1
-    grid = (heads, rows * (count + 1)) if ragged else (rows * heads, count)
+    wave = DECODE_PROGRAMS * _multiprocessors(query.device)
+    count = finest = min(max(1, wave // (rows * heads * query_blocks)), _blocks(capacity, 32), DECODE_SPLITS)
+    if rows > 1 and count < RAGGED_SPLITS and capacity >= RAGGED_WAVES * count * RAGGED_TOKENS:
+        finest = RAGGED_WAVES * count
+    ragged = rows > 1 and finest > 1
+    grid = (heads, rows * (finest + 1)) if ragged else (rows * heads, count)
     slots = (grid[0] * grid[1], query_heads // heads * new_tokens)
     partial = query.new_empty((*slots, dim), dtype=torch.float32)
     maximum, total = (query.new_empty(slots, dtype=torch.float32) for _ in range(2))
     spans = query.new_empty((rows * heads, 2), dtype=torch.int32)
-    return Splits(count, (*grid, query_blocks), max(32, _power(rows)) if ragged else 1, (partial, maximum, total, spans))
+    return Splits(count, finest, (*grid, query_blocks), max(32, _power(rows)) if ragged else 1, (partial, maximum, total, spans))
 
 
 def _merge(splits: Splits, position: Tensor, out: Tensor, heads: int, capacity: int) -> None:
     rows, query_heads, new_tokens, dim = out.shape
     repeats = query_heads // heads
     dependent = _dependent(out.device)
-    most = min(_power(2 * splits.average if splits.row_block > 1 else splits.average), 256)
+    most = min(_power(2 * splits.finest if splits.row_block > 1 else splits.count), 256)
     channels, warps = next(shape for slots, shape in COMBINE_SHAPES.items() if most <= slots)
     merge_kernel[(rows * heads, repeats * new_tokens, _blocks(dim, channels))](
         *splits.results,

@@ -144,6 +144,16 @@ def test_out_of_memory_is_a_row_and_no_fault(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[1].split(maxsplit=1) == ["7", "out of memory"]
 
 
+def test_numbers_far_beyond_what_was_expected_keep_the_columns() -> None:
+    column = common.Column("us", "time", ".1f", " us", width=10)
+    assert [column.cell({"us": us}) for us in (12.34, 99999.9, 267544.1, 1e12)] == [
+        "   12.3 us",
+        "99999.9 us",
+        "2.7e+05 us",
+        "1.0e+12 us",
+    ]
+
+
 def test_a_fault_is_a_row_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KIVI_OPS_TRACEBACK")
     report = report_of(common.Column("batch", "batch"))

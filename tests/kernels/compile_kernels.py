@@ -151,6 +151,7 @@ def main() -> None:
     # What launchers ask of the device, which is not here.
     launch._gluon = lambda device: gluon_decode
     launch._dependent = lambda device: int(capability) >= 90
+    launch._wgmma = lambda device: int(capability) == 90
     kernels = {name: getattr(launch, name) for name in (*KERNELS, *FAST_KERNELS)}
     gluon_kernel = gluon_decode.decode_kernel
     for case in cases:

@@ -20,6 +20,7 @@ CASES = {
     80: ["bf16-fp16-8-4-128-256-96-1", "fp32-bf16-8-2-2-80-33-16"],
 }
 SHARED_BYTES = 99 * 1024  # of a program, on every GPU since sm_80
+SHARED_BYTES_90 = 227 * 1024  # of a kernel that no other GPU gets
 
 
 # kernel - dtype - Key bits - Value bits - D - query rows of a KV head - mask: bytes of spills, instructions, and those of the main loop,
@@ -32,15 +33,16 @@ DECODE_CASES = {
         "gluon-bf16-2-2-128-8-causal": (0, 5070, 2100),
         "gluon-bf16-4-4-64-4-bool": (0, 3930, 1565),
         "gluon-fp16-4-2-128-4-float": (32, 5135, 2100),
-        "portable-fp16-2-2-128-4-causal": (104, 5910, 1995),
+        "portable-fp16-2-2-128-4-causal": (128, 5910, 1995),
         "portable-bf16-2-2-128-4-bool": (464, 8750, 3480),
         "portable-bf16-4-4-64-4-causal": (16, 4280, 1330),
-        "prefill-fp16-2-2-128-512-causal": (544, 4700, 710),
-        "prefill-bf16-4-4-64-512-bool": (0, 4140, 1060),
+        "prefill-fp16-2-2-128-512-causal": (344, 6305, 940),
+        "prefill-fp16-2-2-128-128-causal": (944, 7740, 995),
+        "prefill-bf16-4-4-64-512-bool": (0, 4335, 1085),
     },
     80: {
         "gluon-bf16-2-2-128-8-causal": (0, 4990, 2055),
-        "gluon-bf16-2-2-128-4-causal": (32, 5200, 2100),
+        "gluon-bf16-2-2-128-4-causal": (0, 5060, 1980),
         "portable-bf16-2-2-128-4-causal": (240, 6720, 2215),
         "prefill-bf16-2-2-128-512-causal": (48, 5390, 1265),
     },
@@ -56,7 +58,8 @@ def compile_cases(capability: int, cases: Iterable[str]) -> list[dict]:
     print(*reports, sep="\n")
     assert {report["case"] for report in reports} == set(cases)
     for report in reports:
-        assert report["shared_bytes"] <= SHARED_BYTES, report
+        most = SHARED_BYTES_90 if capability == 90 and report["kernel"] == "prefill_kernel" else SHARED_BYTES
+        assert report["shared_bytes"] <= most, report
     return reports
 
 

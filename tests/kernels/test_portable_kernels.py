@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from twin import Twin
 
 from kivi_ops import KiviConfig
 from kivi_ops.kernels import launch
+from kivi_ops.kernels.decode import assignment
 from kivi_ops.kernels.layout import record_layouts
 
 FORMATS = {  # key bits, value bits, D, dtype, repeats, tokens: whole chunks and more
@@ -119,3 +122,47 @@ def test_which_calls_are_decode_steps() -> None:
 
     assert chosen(4, 1, 128) == chosen(16, 4, 64, torch.bfloat16) == "portable"
     assert chosen(4, 1, 96) == chosen(4, 1, 128, torch.float32) == chosen(4, 1, 128, softcap=3.0) == "general"
+
+
+@triton.jit
+def assignment_kernel(
+    out_ptr, position_ptr, left_padding_ptr, splits, finest, rows, capacity, CHUNK: tl.constexpr, ROW_BLOCK: tl.constexpr
+):
+    index = tl.program_id(0)
+    row, begin, count = assignment(index, splits, finest, position_ptr, 1, left_padding_ptr, rows, 1, capacity, CHUNK, ROW_BLOCK)
+    tl.store(out_ptr + 3 * index, row)
+    tl.store(out_ptr + 3 * index + 1, begin)
+    tl.store(out_ptr + 3 * index + 2, count)
+
+
+LENGTHS = {  # position of the new token of each row, and the left padding
+    "like": ([4000, 4010, 3990], [0, 0, 0]),
+    "padded-alike": ([4000, 4010, 3990], [20, 0, 40]),
+    "1-to-128": ([1_000, 128_000, 3_000, 64_000, 500], [0, 0, 0, 0, 0]),
+    "mostly-padding": ([4000, 4000], [0, 3900]),
+    "one-long": ([131_000, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]),
+    "empty": ([0, 0], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("finest", [2, 6], ids="finest-{}".format)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_programs_are_dealt_to_rows_by_length(device: str, lengths: tuple[list[int], list[int]], finest: int) -> None:
+    """Rows in order, each with neighbouring programs; none of them has more than 9/8 of an even share of the work."""
+    splits, chunk = 2, 128
+    position, padding = (torch.tensor(x, device=device) for x in lengths)
+    rows = len(position)
+    room = rows * (finest + 1)
+    out = torch.full((room, 3), -1, dtype=torch.int64, device=device)
+    assignment_kernel[(room,)](out, position, padding.int(), splits, finest, rows, 131_072, CHUNK=chunk, ROW_BLOCK=32)
+
+    dealt = out[:, 0].bincount(minlength=rows + 1)[:rows]
+    begin = dealt.cumsum(0) - dealt
+    for row in range(rows):
+        assert out[begin[row] : begin[row] + dealt[row]].tolist() == [[row, begin[row], dealt[row]]] * int(dealt[row])
+    assert (dealt >= 1).all() and (out[dealt.sum() :, 0] == rows).all()
+    work = (position + 1 - padding).double() / chunk + 2
+    if (work.max() - work.min()) / work.mean() < 0.05:
+        assert dealt.tolist() == [splits] * rows
+    else:
+        assert (work / dealt).max() <= 9 / 8 * work.sum() / (rows * finest) + 1  # counted in whole chunks

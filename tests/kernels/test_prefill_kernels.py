@@ -113,8 +113,7 @@ def test_what_nothing_sees_is_zero_and_what_does_not_fit_is_nan(device: str) -> 
 
 def test_splits_share_one_normalisation(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 600, 130 and 30 tokens in four splits: some full, some empty, one row all in one."""
-    monkeypatch.setattr(launch, "PREFILL_PROGRAMS", 12)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 6)
     twin = Twin(device, SMALL, 600, repeats=2, left_padding=[0, 470, 570], capacity=2048, dtype=HALF, kernel="prefill")
     twin.append(0, 580)
     twin.step(580, 20, is_causal=True)
