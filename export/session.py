@@ -63,7 +63,8 @@ class Session:
         self._set_padding(left_padding)
         name = "decode" if "decode" in self._steps and input_ids.shape[1] == 1 and self._held else self._general
         start = torch.full((), self._held, dtype=torch.int64, device=self.device)
-        given = (input_ids.to(self.device), start, *([self._left_padding] if name in self._padded else []))
+        # Contiguous, since compiled steps go by the strides that they were compiled for, unchecked.
+        given = (input_ids.to(self.device).contiguous(), start, *([self._left_padding] if name in self._padded else []))
         logits = self._steps[name](*given)
         self._held += input_ids.shape[1]
         return logits

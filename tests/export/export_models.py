@@ -135,12 +135,12 @@ class Block(nn.Module):
 class GptFast(nn.Module):
     """A small language model of our own, in the style of gpt-fast: logits = model(token_ids [B, S], start [])."""
 
-    def __init__(self, rows: int = 1, capacity: int = CAPACITY) -> None:
+    def __init__(self, rows: int = 1, capacity: int = CAPACITY, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Embedding(capacity, WIDTH)
-        self.layers = nn.ModuleList(Block(rows, capacity) for _ in range(2))
+        self.layers = nn.ModuleList(Block(rows, capacity) for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.register_buffer("causal_mask", torch.ones(capacity, capacity).tril().bool(), persistent=False)
         self.eval()
