@@ -76,6 +76,10 @@ def load_programs(path: str | os.PathLike[str]) -> tuple[dict[str, ExportedProgr
     for name, wanted in (("format", FORMAT), ("layout", [NAME, VERSION])):
         if head[name] != wanted:
             raise ValueError(f"{path} has {name} {head[name]!r} (kivi_ops {head['kivi_ops']}); allowed: {wanted!r}: export it again")
+    if "state" in head:
+        raise ValueError(
+            f"{path} is a compiled package; allowed: a file of save_programs() or ExportedModel.save(), or CompiledModel.load()"
+        )
     programs = archive.load_pt2(path).exported_programs
     ordered = {name: programs[name] for name in head["programs"]}
     tensors: dict[str, Tensor] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from kivi_ops.export.files import FORMAT, HEAD
 from kivi_ops.export.program import ExportedModel
 from kivi_ops.export.session import Session
 from kivi_ops.kernels.layout import NAME, VERSION
+from kivi_ops.passes.backend import cache_config, package_tag
 
 _TAKING_APART = False
 
@@ -35,6 +36,7 @@ def compile_package(
     model: ExportedModel,
     path: str | os.PathLike[str],
     *,
+    weights: bool = True,
     inductor_options: dict[str, Any] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -42,7 +44,11 @@ def compile_package(
 
     Run it by :meth:`CompiledModel.load`, or in a process that has torch but not this package, or in C++, by torch's own loader
     (``torch._inductor.aoti_load_package``). There a step is called as the program was; inputs must be contiguous, start 0 begins anew.
-    Each program carries the weights.
+
+    Args:
+        weights: whether each program carries them. False: :meth:`CompiledModel.load` is given them, and programs share them.
+        inductor_options: further options of Inductor.
+        progress: told what happens next.
 
     Raises:
         ValueError: ``path`` does not end in .pt2; a program in which ``kivi::update`` is left, or one that a package cannot hold.
@@ -57,13 +63,16 @@ def compile_package(
     for name, program in model.programs.items():
         _check(name, program)
     # Reordering would move attention behind the `append` that overwrites what it reads, at the price of a copy of the whole state.
-    options = {"reorder_for_locality": False, **(inductor_options or {}), "aot_inductor.package": True}
+    options = {"reorder_for_locality": False, "aot_inductor.package_constants_in_so": weights, **(inductor_options or {})}
+    options["aot_inductor.package"] = True
+    tag = cache_config.cache_key_tag + package_tag()  # Inductor's own cache knows our kernels by name alone
     files: dict[str, Any] = {}
     for name, program in model.programs.items():
         progress(f"compiling the {name} program" if len(model.programs) > 1 else "compiling the program")
         args, kwargs = program.example_inputs  # type: ignore[misc]
-        with torch.no_grad(), _taking_apart():
+        with torch.no_grad(), _taking_apart(), cache_config.patch(cache_key_tag=tag):
             files[name] = torch._inductor.aot_compile(program.module(check_guards=False), args, kwargs, options=options)
+    first = next(iter(model.programs.values()))
     head = {
         "format": FORMAT,
         "layout": [NAME, VERSION],
@@ -74,6 +83,7 @@ def compile_package(
         "capacity": model.capacity,
         "state_format": model.format,
         "device": model.device.type,
+        "weights": [] if weights else sorted(first.state_dict.keys() - model._state.keys()),
         "state": {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in model._state.items()},
     }
     unfinished = f"{path[:-4]}.{os.getpid()}.part.pt2"
@@ -89,22 +99,37 @@ class CompiledModel(Session):
     """A package of :func:`compile_package`, called as the model it was made of. Its state lies in tensors of this process, which the
     programs share, so that conversations can be saved and taken up again."""
 
-    def __init__(self, runners: dict[str, Any], head: dict[str, Any], files: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        runners: dict[str, Any],
+        head: dict[str, Any],
+        files: dict[str, str] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        given = {name: (weights or {}).get(name) for name in head["weights"]}
+        if missing := [name for name, tensor in given.items() if tensor is None]:
+            raise ValueError(
+                f"the package holds no weights, and {missing[0]!r} is not given; allowed: weights=, by their names in the program"
+            )
         device = torch.device(head["device"], torch.cuda.current_device() if head["device"] == "cuda" else None)
         state = {name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for name, (dtype, shape) in head["state"].items()}
         for runner in runners.values():
             wanted = set(runner.get_constant_fqns())
-            held = {name: tensor for name, tensor in state.items() if name in wanted}
+            held = {name: tensor for name, tensor in {**state, **given}.items() if name in wanted}
             runner.load_constants(held, check_full_update=False, user_managed=True)
         self.files = dict(files or {})
+        self._weights = given  # the runners hold their addresses alone
         super().__init__(runners, frozenset(head["padded"]), state, head["batch_size"], head["capacity"], head["state_format"])
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> CompiledModel:
+    def load(cls, path: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None) -> CompiledModel:
         """The package at ``path``.
 
+        Args:
+            weights: of a package that was compiled without them: ``state_dict`` of the program, on the package's device.
+
         Raises:
-            ValueError: another kind of file, or one of another layout.
+            ValueError: another kind of file, or one of another layout; weights are missing.
         """
         path = os.fspath(path)
         with archive.PT2ArchiveReader(path) as reader:
@@ -119,7 +144,7 @@ class CompiledModel(Session):
         if head["device"] == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"{path} was compiled for cuda, and this torch finds no such device; allowed: a machine that has one")
         runners = archive.load_pt2(path).aoti_runners
-        return cls({name: runners[name] for name in head["programs"]}, head, texts)
+        return cls({name: runners[name] for name in head["programs"]}, head, texts, weights)
 
 
 def _check(name: str, program: ExportedProgram) -> None:

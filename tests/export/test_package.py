@@ -104,22 +104,25 @@ def test_a_package_is_a_model_like_the_one_it_was_made_of(package: Any, tmp_path
     assert_same([compiled(ids) for ids in calls()], [model(ids) for ids in calls()])
     with pytest.raises(ValueError, match="allowed: 48 in all"):
         compiled(torch.zeros(2, 48, dtype=torch.int64))
-    with pytest.raises(ValueError, match="allowed: a file of save_programs"):
+    with pytest.raises(ValueError, match="is a compiled package"):
         ExportedModel.load(path)
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_prefill_and_decode_of_a_transformer_share_their_state(tmp_path: Path) -> None:
+def test_prefill_and_decode_of_a_transformer_share_state_and_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     network = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=60, head_dim=16, **sizes)).eval()
     model = export_model(network, CONFIG, 2, CAPACITY, separate_decode=True)
     steps: list[str] = []
-    compile_package(model, tmp_path / "model.pt2", progress=steps.append)
+    compile_package(model, tmp_path / "model.pt2", weights=False, progress=steps.append)
     assert steps == ["compiling the prefill program", "compiling the decode program"]
-    compiled, padding = CompiledModel.load(tmp_path / "model.pt2"), torch.tensor([0, 3])
+    with pytest.raises(ValueError, match="holds no weights"):
+        CompiledModel.load(tmp_path / "model.pt2")
+    weights = {name: tensor.clone() for name, tensor in model.programs["decode"].state_dict.items()}
+    compiled, padding = CompiledModel.load(tmp_path / "model.pt2", weights), torch.tensor([0, 3])
     first, *rest = calls()
     assert_same([compiled(first, padding), *map(compiled, rest)], [model(first, padding), *map(model, rest)])
 
