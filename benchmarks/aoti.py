@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from kivi_ops.benchmarks.models import LLAMA_3_8B, TINY_GQA, WARM_UP_STEPS, Deco
 from kivi_ops.benchmarks.states import fill
 
 ROOM = 256  # tokens beyond those held at first
-WAYS = ("package", "compiled, portable", "compiled")
 
 COLUMNS = (
     Column("way", "way", width=20),
@@ -72,13 +72,7 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
                 measure = _package if way == "package" else _compiled
                 arguments = (model, shape, rows, tokens, steps, options.bits, graph, machine, way)
 
-                def timed(
-                    measure: Callable[..., dict[str, Any]] = measure, arguments: tuple[Any, ...] = arguments, graph: bool = graph
-                ) -> dict[str, Any]:
-                    row = measure(*arguments)
-                    return {**row, "to_portable": row["tokens_per_second"] / speeds[graph]} if graph in speeds else row
-
-                row = report.attempt(labels, timed)
+                row = report.attempt(labels, partial(_timed, measure, arguments, speeds.get(graph)))
                 if way == "compiled, portable" and "failed" not in row:
                     speeds[graph] = row["tokens_per_second"]
     for row in report.rows:
@@ -86,6 +80,11 @@ def run(options: argparse.Namespace, machine: Machine) -> Report:
             text = f"{row['to_portable']:.2f}x the compiled model on the portable kernel"
             report.note(f"{row['way']} at {row['batch']} x {row['tokens']} tokens, CUDA graph {row['graph']}: {text}")
     return report
+
+
+def _timed(measure: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], portable: float | None) -> dict[str, Any]:
+    row = measure(*arguments)
+    return row if portable is None else {**row, "to_portable": row["tokens_per_second"] / portable}
 
 
 def _row(rows: int, steps: int, seconds: float, compile_s: float) -> dict[str, Any]:
@@ -143,15 +142,17 @@ def _package(
             compile_package(session, Path(folder) / "model.pt2", weights=False)
             session = CompiledModel.load(Path(folder) / "model.pt2", weights=session.programs["decode"].state_dict)
     compile_s = time.perf_counter() - begin
+    padding = torch.zeros(rows, dtype=torch.int32, device=model.device)
     for layer in range(shape.layers):
-        names = KiviState.__dataclass_fields__.keys() - {"config", "capacity"}
-        fill(KiviState(config, tokens + ROOM, **{name: session._state[f"kivi_state.{layer}.{name}"] for name in names}), tokens)
+        prefix = f"kivi_state.{layer}."
+        state = {name.removeprefix(prefix): tensor for name, tensor in session._state.items() if name.startswith(prefix)}
+        fill(KiviState(config, tokens + ROOM, left_padding=padding, **state), tokens)
     step = session._steps["decode"]
     token = torch.zeros((rows, 1), dtype=torch.int64, device=model.device)
     start = torch.full((), tokens, dtype=torch.int64, device=model.device)
 
     def once() -> None:
-        token.copy_(step(token, start)[:, -1].argmax(-1, keepdim=True))
+        token.copy_(step(token, start, padding)[:, -1].argmax(-1, keepdim=True))
         start.add_(1)
 
     with torch.no_grad():

@@ -38,8 +38,7 @@ def export_model(
 
     A program is called as ``program(input_ids int64 [B, S], start int64 [], left_padding int32 [B])`` and returns logits [B, 1, V] of the
     last token. ``start`` is the column of the first new token: 0 begins anew, a smaller one than before forgets what came after it.
-    ``left_padding``, the pads before each row's first token, is read at start 0 and kept in the state. A decode program is called as
-    ``program(input_ids int64 [B, 1], start)``.
+    ``left_padding``: the pads before each row's first token, the same in every call of a conversation.
 
     Args:
         model: in evaluation mode; for every layer the pass must know its attention.
@@ -70,16 +69,17 @@ def export_model(
 
 
 class _Layer(nn.Module):
-    """The state of one layer as buffers, so that export finds them."""
+    """The state of one layer as buffers, so that export finds them. Padding is the same in all layers, and an input of every call."""
 
     def __init__(self, state: KiviState) -> None:
         super().__init__()
         self.config, self.capacity = state.config, state.capacity
         for name, tensor in state.tensors().items():
-            self.register_buffer(name, tensor)
+            if name != "left_padding":
+                self.register_buffer(name, tensor)
 
-    def state(self) -> KiviState:
-        return KiviState(self.config, self.capacity, **dict(self.named_buffers()))
+    def state(self, left_padding: Tensor) -> KiviState:
+        return KiviState(self.config, self.capacity, left_padding=left_padding, **dict(self.named_buffers()))
 
 
 class _Step(nn.Module):
@@ -94,29 +94,23 @@ class _Step(nn.Module):
     def trace(self, name: str) -> ExportedProgram:
         tokens = 1 if name == "decode" else min(_EXAMPLE_TOKENS, self.capacity)
         ids = torch.zeros((self.rows, tokens), dtype=torch.int64, device=self.model.device)
-        inputs = {"input_ids": ids, "start": torch.zeros((), dtype=torch.int64, device=ids.device)}
-        shapes: dict[str, Any] = dict.fromkeys(inputs)
-        if name != "decode":
-            inputs["left_padding"], shapes["left_padding"] = torch.zeros(self.rows, dtype=torch.int32, device=ids.device), None
-            shapes["input_ids"] = {1: Dim("tokens", min=1, max=self.capacity)}
+        start = torch.zeros((), dtype=torch.int64, device=ids.device)
+        padding = torch.zeros(self.rows, dtype=torch.int32, device=ids.device)
+        shapes = None if name == "decode" else ({1: Dim("tokens", min=1, max=self.capacity)}, None, None)
         with torch.no_grad(), _branchless_attention(self.model):
-            return torch.export.export(self, tuple(inputs.values()), dynamic_shapes=shapes, strict=False)
+            return torch.export.export(self, (ids, start, padding), dynamic_shapes=shapes, strict=False)
 
-    def forward(self, input_ids: Tensor, start: Tensor, left_padding: Tensor | None = None) -> Any:
-        layers = list(getattr(self, STATE_PREFIX))
-        if left_padding is not None:
-            for layer in layers:  # a value each: run_decompositions takes no value for two buffers (seen in torch 2.13)
-                layer.left_padding.copy_(torch.where(start == 0, left_padding, layer.left_padding))
-        padding = layers[0].left_padding
+    def forward(self, input_ids: Tensor, start: Tensor, left_padding: Tensor) -> Any:
+        states = [layer.state(left_padding) for layer in getattr(self, STATE_PREFIX)]
         columns = torch.arange(input_ids.shape[1], device=start.device) + start
-        seen = torch.arange(self.capacity, device=start.device) >= padding[:, None]
+        seen = torch.arange(self.capacity, device=start.device) >= left_padding[:, None]
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=seen,
-            position_ids=(columns - padding[:, None]).clamp(min=0),
+            position_ids=(columns - left_padding[:, None]).clamp(min=0),
             use_cache=True,
             logits_to_keep=0 if self.all_logits else 1,
-            **{_cache_argument(self.model): _traced_cache([layer.state() for layer in layers], start)},
+            **{_cache_argument(self.model): _traced_cache(states, start)},
         )
         return outputs.logits
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kivi_ops.kernels.layout import NAME, VERSION
 
-_RESET = ("sealed", "left_padding", "length")  # all that is left of a state whose tokens are forgotten
+_RESET = ("sealed", "length")  # all that is left of a state whose tokens are forgotten
 
 
 class Session:
@@ -223,7 +223,8 @@ class Session:
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation so far to a file, to go on with it by :meth:`load_state`, in another process too."""
         tensors = {name: tensor.cpu() for name, tensor in self._state.items()}
-        torch.save({"kivi": json.dumps(self._head()), "held": self._held, "tensors": tensors}, path)
+        head = json.dumps(self._head())
+        torch.save({"kivi": head, "held": self._held, "left_padding": self._left_padding.cpu(), "tensors": tensors}, path)
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """Go on with a saved conversation in place of the present one.
@@ -246,6 +247,7 @@ class Session:
                 raise ValueError(f"{name} is {shape} in {os.fspath(path)}; allowed: {tensor.dtype} {list(tensor.shape)}, as this model")
         for name, tensor in self._state.items():
             tensor.copy_(tensors[name])
+        self._left_padding.copy_(saved["left_padding"])
         self._held = saved["held"]
 
     def _head(self) -> dict[str, Any]:

@@ -127,19 +127,59 @@ def test_prefill_and_decode_of_a_transformer_share_state_and_weights(tmp_path: P
     assert_same([compiled(first, padding), *map(compiled, rest)], [model(first, padding), *map(model, rest)])
 
 
-def test_what_no_package_can_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_package_can_hold_is_refused(tmp_path: Path) -> None:
     model = gpt_fast(tokens=1)
     with pytest.raises(ValueError, match="allowed: a name that ends in .pt2"):
         compile_package(model, tmp_path / "model.so")
-    for node in model.programs["model"].graph.find_nodes(op="call_function", target=torch.ops.kivi.attention.default):
-        node.target = torch.ops.kivi.update.default  # as where the pass left a site alone
-        break
-    with pytest.raises(ValueError, match="holds kivi::update, which a package cannot"):
-        compile_package(model, tmp_path / "model.pt2")
-    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
-    with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler"):
-        compile_package(gpt_fast(tokens=1), tmp_path / "model.pt2")
-    assert not list(tmp_path.iterdir())
-    gpt_fast(tokens=1).save(tmp_path / "program.pt2")
+    model.save(tmp_path / "program.pt2")
     with pytest.raises(ValueError, match="is no package of kivi_ops"):
         CompiledModel.load(tmp_path / "program.pt2")
+    code = f"from kivi_ops.export import *; compile_package(ExportedModel.load({str(tmp_path / 'program.pt2')!r}), 'model.pt2')"
+    environment = {**os.environ, "CXX": str(tmp_path / "no-such-compiler")}  # read when Inductor is imported
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "a package needs a C++ compiler" in result.stderr and not (tmp_path / "model.pt2").exists()
+    for node in model.programs["model"].graph.find_nodes(op="call_function", target=torch.ops.kivi.attention.default):
+        node.target = torch.ops.kivi.update.default  # as where the pass left a site alone
+    with pytest.raises(ValueError, match="holds kivi::update, which a package cannot"):
+        compile_package(model, tmp_path / "model.pt2")
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 8], ids=["decode-kernel", "general-kernel"])
+def test_a_package_for_a_gpu(bits: int, tmp_path: Path) -> None:
+    """float16, a program for prompts of any length and one for single tokens, in a process of its own; then as a model."""
+    model = gpu_llama(bits)
+    compile_package(model, tmp_path / "model.pt2")
+    first, *rest = calls()
+    compiled, padding = CompiledModel.load(tmp_path / "model.pt2"), torch.tensor([0, 3])
+    actual, expected = ([step(first, padding), *map(step, rest)] for step in (compiled, model))
+    assert_same(actual, expected, 0.02)
+    compiled.reset()
+    model.reset()
+    assert_same([compiled(ids) for ids in calls()], [model(ids) for ids in calls()], 0.02)
+    moved = compiled._state["kivi_state.0.length"]
+    assert moved.is_cuda and int(moved) == compiled.tokens_held
+
+
+@pytest.mark.gpu
+def test_a_decode_program_for_a_gpu_holds_the_portable_kernels(tmp_path: Path) -> None:
+    from torch._inductor.utils import run_and_get_cpp_code
+
+    model = gpu_llama(2)
+    decode = ExportedModel({"decode": model.programs["decode"]})
+    _, code = run_and_get_cpp_code(compile_package, decode, tmp_path / "model.pt2")
+    for kernel in ("packaged_decode_kernel", "packaged_step_kernel"):
+        assert kernel in code
+    assert code.count("aoti_torch_proxy_executor_call_function") == 0, "no operator is called by name"
+
+
+def gpu_llama(bits: int) -> ExportedModel:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=60, head_dim=64, initializer_range=0.1, **sizes)
+    network = transformers.LlamaForCausalLM(config).eval().to("cuda", torch.float16)
+    return export_model(network, KiviConfig(bits, bits, group_size=32, residual_length=32), 2, 256, separate_decode=True)

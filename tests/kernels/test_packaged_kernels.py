@@ -1,7 +1,11 @@
-"""The kernels as packages hold them give what the launchers give, bit for bit; and a graph takes them in as a few nodes."""
+"""The kernels as packages hold them give what the launchers give, bit for bit; and a graph takes them in as few nodes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +44,7 @@ def calls(twin: Twin, start: int) -> tuple[list[Tensor], tuple[Tensor, ...], dic
     return tensors, tuple(twin.state.tensors().values()), twin.state.config.op_kwargs(twin.state.capacity, twin.state.dtype)
 
 
-@pytest.mark.parametrize("seal", ["after_attention", "before_attention"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, seal", zip(CASES, ["after_attention", "before_attention", "after_attention"], strict=True), ids=CASES)
 def test_steps_give_what_the_launchers_give(device: str, name: str, seal: str) -> None:
     plain, packed = twins(device, name, seal)
     for twin in (plain, packed):
@@ -71,3 +74,47 @@ def test_what_is_taken() -> None:
     assert not packaged.takes(query, torch.float32)
     assert not packaged.takes(query.float(), torch.float32)
     assert not packaged.takes(torch.zeros(1, 2, 2, 64, dtype=torch.float16), torch.float16)
+
+
+# As on a GPU that need not be there: fake tensors, and a driver that only names its architecture.
+TRACE = """
+import contextlib, sys
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from compile_kernels import NoDevice
+from kivi_ops import KiviConfig, KiviState
+from kivi_ops.kernels import launch, packaged
+
+triton.runtime.driver.set_active(NoDevice(90))
+launch._multiprocessors, launch._device = (lambda device: 132), (lambda tensor: contextlib.nullcontext())
+config, names, dim = KiviConfig(), ("query", "key", "value", "position"), int(sys.argv[1])
+with FakeTensorMode(), torch.no_grad():
+    state = KiviState.allocate(config, 2, 2, 4096, dim, dim, torch.float16, "cuda")
+    query, key, value = (torch.zeros(2, heads, 1, dim, dtype=torch.float16, device="cuda") for heads in (8, 2, 2))
+
+    def step(query, key, value, position, *state):
+        read, write = config.read_kwargs(4096, torch.float16), config.op_kwargs(4096, torch.float16)
+        output = packaged.attention(query, key, value, *state[:-1], position, is_causal=True, **read, seal=config.seal)
+        packaged.append(key, value, *state, position, **write)
+        return output
+
+    position = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = make_fx(dispatch_functionalize(step))(query, key, value, position, *state.tensors().values()).graph
+for node in graph.nodes:
+    if "triton_kernel" in str(node.target):
+        print(*(name for name in node.kwargs["tensors_to_clone"] if name.split("_")[1] in ("words", "window") or name in ("sealed_ptr", "length_ptr")))
+"""
+
+
+@pytest.mark.parametrize("dim", [64, 80], ids=["decode-kernel", "general-kernel"])
+def test_a_graph_sees_that_append_alone_changes_the_state(dim: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    result = subprocess.run([sys.executable, "-c", TRACE, str(dim)], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    attention, merge, append = result.stdout.splitlines()
+    assert attention.strip() == merge.strip() == ""
+    assert append.split() == ["key_words_ptr", "value_words_ptr", "key_window_ptr", "value_window_ptr", "sealed_ptr", "length_ptr"]
