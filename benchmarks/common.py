@@ -52,13 +52,13 @@ class Machine:
     _flush: dict[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def find(cls, tiny: bool = False) -> Machine:
-        """The GPU; with ``tiny`` the CPU where there is none.
+    def find(cls, tiny: bool = False, cpu: bool = False) -> Machine:
+        """The GPU; with ``tiny`` or ``cpu`` the CPU where there is none.
 
         Raises:
-            ValueError: no GPU, and not ``tiny``.
+            ValueError: no GPU, and neither ``tiny`` nor ``cpu``.
         """
-        if not torch.cuda.is_available() and not tiny:
+        if not torch.cuda.is_available() and not tiny and not cpu:
             raise ValueError("benchmarks need a CUDA device and this torch finds none; --tiny runs the code on the CPU, with a few tokens")
         return cls(torch.device("cuda" if torch.cuda.is_available() else "cpu"), tiny)
 

@@ -5,7 +5,6 @@ The entry point is :func:`kivi`. Must not know how attention is spelled (:mod:`k
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.compiler.config
 from torch import Tensor
-from torch._guards import TracingContext
 from torch._logging import getArtifactLogger, trace_structured
 from torch.fx import GraphModule, Node
 
@@ -24,22 +22,16 @@ import kivi_ops
 import kivi_ops.kernels
 import kivi_ops.passes
 from kivi_ops.config import KiviConfig
-from kivi_ops.passes.float_caches import match_float_caches
-from kivi_ops.passes.match import AttentionSite, Refusal, match
-from kivi_ops.passes.nodes import arguments, is_op, location, value
+from kivi_ops.passes.nodes import arguments, is_op
 from kivi_ops.passes.normalise import normalise
 from kivi_ops.passes.options import Options
-from kivi_ops.passes.plan import Plan, plan
-from kivi_ops.passes.report import RewriteReport, SiteReport, remember
-from kivi_ops.passes.rewrite import adopt, rewrite, settle_lengths, settle_positions
-from kivi_ops.passes.states import Binding, with_states
+from kivi_ops.passes.pipeline import inputs_of, rewrite
+from kivi_ops.passes.report import NO_UPDATE, RewriteReport, tell
+from kivi_ops.passes.states import with_states
 
 cache_config: Any = torch.compiler.config
 log = logging.getLogger("kivi_ops.passes")
 graph_log = getArtifactLogger("torch._dynamo.kivi", "graph_code")  # below torch's own logger: TORCH_LOGS=graph_code shows it
-
-NO_UPDATE = "no kivi::update in this graph"  # and nothing that looks like attention
-NOT_FOUND = "attention is inside a higher-order operator, or spelled in no way that the pass knows"
 
 
 def kivi(
@@ -63,61 +55,30 @@ def kivi(
         RuntimeError: a cache would need a gradient; ``strict`` is not met.
     """
     chosen = Options.read(mode, options)
-    updates = _updates(module)
+    updates = updates_of(module)
     if not updates and not _attends(module):
-        _tell(RewriteReport(note=NO_UPDATE), chosen.strict)
+        _tell(RewriteReport(note=NO_UPDATE), chosen)
         return _compile(module, example_inputs, chosen)
-    needs_grad = _needs_grad(module, example_inputs)
-    _check_no_grad(updates, needs_grad)
+    needs_grad = check_gradients(module, example_inputs)
     for node in updates:
         _check_config(node, chosen.config)
     if needs_grad and not updates:
-        _tell(RewriteReport(note="left float: it needs gradients; run the model under torch.no_grad()"), chosen.strict)
+        _tell(RewriteReport(note="left float: it needs gradients; run the model under torch.no_grad()"), chosen)
         return _compile(module, example_inputs, chosen)
     try:
         normalised = normalise(module, example_inputs)
     except Exception as error:  # any failure to trace: compiled as it came, which is right and slow
         log.debug("normalising failed", exc_info=True)
-        _tell(RewriteReport(note=f"the graph cannot be normalised: {type(error).__name__}: {error}"), chosen.strict)
+        _tell(RewriteReport(note=f"the graph cannot be normalised: {type(error).__name__}: {error}"), chosen)
         _show(module)
         return _compile(module, example_inputs, chosen)
-    bindings: list[Binding] = []
-    report = run_pass(normalised, KiviConfig(**chosen.config), bindings)
-    _tell(report, chosen.strict)
+    report = rewrite(normalised, KiviConfig(**chosen.config), free_float_cache=chosen.free_float_cache)
+    _tell(report, chosen)
     if not updates and not report.rewritten:
         return _compile(module, example_inputs, chosen)
     _show(normalised)
-    compiled = _compile(normalised, [*example_inputs, *_state_examples(normalised, len(example_inputs))], chosen)
-    return with_states(compiled, bindings) if bindings else compiled
-
-
-def run_pass(module: GraphModule, config: KiviConfig | None = None, bindings: list[Binding] | None = None) -> RewriteReport:
-    """Match, plan and rewrite a normalised graph in place.
-
-    Args:
-        config: how the model's own float caches are quantised, ``KiviConfig()`` if None; a ``kivi::update`` has its own.
-        bindings: is told, for each float cache that is now attended to through a state, where that is found; the graph has the states'
-            tensors as further inputs, in this order. None: float caches are left alone, for nobody would hand their states in.
-    """
-    settle_positions(module)
-    settle_lengths(module)
-    plans: list[Plan] = []
-    sites: list[SiteReport] = []
-    places = {node: place for place, node in enumerate(module.graph.nodes)}
-    candidates = match(module.graph) + ([] if bindings is None else match_float_caches(module.graph))
-    for found in sorted(candidates, key=lambda found: places[found.node]):
-        outcome = plan(module.graph, found) if isinstance(found, AttentionSite) else found
-        where = location(found.node)
-        if isinstance(outcome, Refusal):
-            sites.append(SiteReport(False, outcome.reason, where.layer, where.source))
-        else:
-            plans.append(outcome)
-            sites.append(SiteReport(True, outcome.site.spelling, where.layer, where.source))
-    plans, adopted = adopt(module, plans, config or KiviConfig())
-    if bindings is not None:
-        bindings.extend(adopted)
-    rewrite(module, plans)
-    return RewriteReport(tuple(sites), "" if sites else NOT_FOUND)
+    compiled = _compile(normalised, inputs_of(normalised, example_inputs, report), chosen)
+    return with_states(compiled, report.bindings) if report.bindings else compiled
 
 
 class _Explained(Exception):
@@ -135,10 +96,10 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> RewriteRepo
     found: list[RewriteReport] = []
 
     def capture(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not _updates(module) and not _attends(module):
+        if not updates_of(module) and not _attends(module):
             found.append(RewriteReport(note=NO_UPDATE))
         else:
-            found.append(run_pass(normalise(module, example_inputs), bindings=[]))
+            found.append(rewrite(normalise(module, example_inputs)))
         raise _Explained
 
     try:
@@ -157,18 +118,7 @@ def _attends(module: GraphModule) -> bool:
     return any("softmax" in str(node.target) or "scaled_dot_product" in str(node.target) for node in _nodes(module))
 
 
-def _state_examples(module: GraphModule, inputs: int) -> list[Tensor]:
-    """Fake state tensors in the mode that the compilers go on with; real zeros where there is none."""
-    context = TracingContext.try_get()
-    mode = context.fake_mode if context and context.fake_mode else contextlib.nullcontext()
-    with mode:
-        return [
-            torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-            for like in (value(node) for node in module.graph.find_nodes(op="placeholder")[inputs:])
-        ]
-
-
-def _updates(module: GraphModule) -> list[Node]:
+def updates_of(module: GraphModule) -> list[Node]:
     """The ``kivi::update`` nodes, whether they call the operator or its packet."""
     update = torch.ops.kivi.update
     return [node for node in _nodes(module) if node.target is update or is_op(node, update)]
@@ -179,15 +129,10 @@ def _nodes(module: GraphModule) -> list[Node]:
     return [node for inner in module.modules() if isinstance(inner, GraphModule) for node in inner.graph.nodes]
 
 
-def _tell(report: RewriteReport, strict: bool) -> None:
-    remember(report)
-    if strict and (report.refused or not report.rewritten):
-        raise RuntimeError(f"option 'strict' is True, and this graph is not rewritten whole: {report}")
-    if report.refused or (not report.rewritten and report.note != NO_UPDATE):
-        log.warning("%s", report)
-    else:
-        log.info("%s", report.summary)
-        log.debug("%s", report)
+def _tell(report: RewriteReport, options: Options) -> None:
+    if options.free_float_cache and not report.rewritten and report.note != NO_UPDATE:
+        raise RuntimeError(f"option 'free_float_cache' is True, and this graph may need the float caches: {report}")
+    tell(report, options.strict)
 
 
 def _show(module: GraphModule) -> None:
@@ -221,13 +166,19 @@ def _needs_grad(module: GraphModule, example_inputs: Sequence[Any]) -> set[Node]
     return needs_grad
 
 
-def _check_no_grad(updates: Sequence[Node], needs_grad: set[Node]) -> None:
-    """An update has no backward: say so now, and not when the compiled graph first runs."""
-    if any(node in needs_grad for node in updates):
+def check_gradients(module: GraphModule, example_inputs: Sequence[Any]) -> set[Node]:
+    """The nodes whose results would have a gradient.
+
+    Raises:
+        RuntimeError: an update is among them. It has no backward: say so now, and not when the compiled graph first runs.
+    """
+    needs_grad = _needs_grad(module, example_inputs)
+    if any(node in needs_grad for node in updates_of(module)):
         raise RuntimeError(
             "kivi::update has no backward, and its Keys or Values depend on an input that requires grad; run the model under "
             "torch.no_grad()"
         )
+    return needs_grad
 
 
 def _check_config(update: Node, config: Mapping[str, Any]) -> None:

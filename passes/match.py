@@ -1,10 +1,9 @@
 """Finds attention over a cache in a normalised graph and says what it is, or why it is left alone. Edits nothing.
 
-Here a cache is what ``kivi::update`` returns (:mod:`kivi_ops.passes.float_caches` finds the others). Matched is attention over all of
-its columns, read directly or through copies and head expansion (``unsqueeze`` + ``expand`` + ``reshape``, ``repeat_interleave``,
-``enable_gqa``), spelled as ``scaled_dot_product_attention`` with a mask, or as ``matmul, scale, softcap, + mask, softmax, to, dropout,
-matmul``. Everything on a matched node is carried over, or the match is refused. Must not know where nodes may be moved to
-(:mod:`kivi_ops.passes.plan`).
+Here a cache is what ``kivi::update`` returns (:mod:`kivi_ops.passes.float_caches` finds the others). Matched is attention over its columns,
+or the first n of them, read in any way that :mod:`kivi_ops.passes.views` follows, spelled as ``scaled_dot_product_attention``, or as
+``matmul, scale, softcap, masks, softmax, to, dropout, matmul``. Everything on a matched node is carried over, or the match is refused. Must
+not know where nodes may be moved to (:mod:`kivi_ops.passes.plan`).
 """
 
 from __future__ import annotations
@@ -12,15 +11,20 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from kivi_ops.passes.nodes import arguments, described, is_op, known, name, same_sizes, value
+from kivi_ops.passes.nodes import arguments, constant, described, is_op, known, name, same_sizes, value
+from kivi_ops.passes.views import COPIES, View, constant_factor, handed_on, view_of
 
 aten = torch.ops.aten
+
+_MASK_NAMES = {"seen": "bool mask", "hidden": "bool mask", "added": "float mask", "first": "is_causal"}
+_HIDES = -1e4  # a score that no softmax sees beside any that is visible
 
 STATE_NAMES = ("key_records", "value_records", "key_window", "value_window", "sealed", "left_padding", "length")
 
@@ -39,30 +43,48 @@ class CacheWrite:
         return [self.arguments[state] for state in STATE_NAMES]
 
     @property
+    def new_key(self) -> Tensor:
+        """Fake [B, H, S, D_k]."""
+        return value(self.arguments["key"])
+
+    @property
+    def new_value(self) -> Tensor:
+        """Fake [B, H, S, D_v]."""
+        return value(self.arguments["value"])
+
+    @property
+    def start(self) -> Any:
+        """The column of the first new token where it is a number, known or a symbol; None where a tensor says it."""
+        return None
+
+    @property
     def spelling(self) -> str:
         """What a report says of it: nothing, for the operator is its only spelling."""
         return ""
 
 
 @dataclass(frozen=True)
-class Read:
-    """What an attention reads at last: ``source``, each head ``repeats`` times in a row, through the nodes ``passed`` (last one first)."""
+class Mask:
+    """One thing that decides which columns are seen. ``kind``: ``node`` is True where they are "seen", or where they are "hidden", or is
+    "added" to the scores; or, without a node, new token i sees the "first" i + 1 columns of the cache."""
 
-    source: Node
-    repeats: int
-    passed: tuple[Node, ...]
+    kind: str
+    node: Node | None = None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention of a model, whatever it reads. ``inner`` are its own nodes, in the order in which they run, ``output`` the last."""
+    """One attention of a model, whatever it reads. ``inner`` are its own nodes, in the order in which they run, ``output`` the last.
+
+    ``key``, ``value``: what it reads, in the order [B, H, C, D]. ``masks``: all of them at once.
+    """
 
     spelling: str
     output: Node
     query: Node
-    key: Read
-    value: Read
-    attn_mask: Node | None
+    key: View
+    value: View
+    masks: tuple[Mask, ...]
     scale: float | None
     softcap: float | None
     enable_gqa: bool
@@ -86,12 +108,12 @@ class AttentionSite:
         """The spelling in words, for a report."""
         attention = self.attention
         parts = [attention.spelling]
-        if attention.key.repeats > 1:
-            parts.append(f"heads x{attention.key.repeats}")
+        repeats = attention.key.dims[1].repeats
+        if not known(repeats == 1):
+            parts.append(f"heads x{repeats}")
         if attention.enable_gqa:
             parts.append("enable_gqa")
-        if attention.attn_mask is not None:
-            parts.append("bool mask" if value(attention.attn_mask).dtype == torch.bool else "float mask")
+        parts.extend(dict.fromkeys(_MASK_NAMES[mask.kind] for mask in attention.masks))
         if attention.softcap is not None:
             parts.append("softcap")
         if self.write.spelling:
@@ -130,7 +152,7 @@ def cache_writes(graph: Graph) -> list[CacheWrite]:
 
 def is_update_result(node: Node) -> bool:
     """Whether ``node`` reads, at last, what a ``kivi::update`` returned."""
-    source = read_through(node).source
+    source = view_of(node).source
     return source.target is operator.getitem and is_op(source.args[0], torch.ops.kivi.update)
 
 
@@ -138,7 +160,7 @@ def _match_write(write: CacheWrite, attentions: Iterable[Node]) -> AttentionSite
     readers = []
     for node in attentions:
         values = attended_values(node)
-        if values is not None and read_through(values).source is write.value:
+        if values is not None and view_of(values).source is write.value:
             readers.append(node)
     place = readers[0] if readers else write.node
     try:
@@ -149,6 +171,11 @@ def _match_write(write: CacheWrite, attentions: Iterable[Node]) -> AttentionSite
         if len(readers) > 1:
             raise Unmatched(f"{len(readers)} attentions read one update")
         attention = read_attention(readers[0])
+        if attention.key.source is not write.key:
+            raise Unmatched(f"{described(attention.output)} reads the Values of this update but Keys of {described(attention.key.source)}")
+        for role, view in (("Keys", attention.key), ("Values", attention.value)):
+            if not all(axis in (None, place) for place, axis in enumerate(view.axes)):
+                raise Unmatched(f"attention reads the {role} with dimensions in the order {list(view.axes)}; allowed: [0, 1, 2, 3]")
         check_reads(write, attention)
         check_mask(write, attention)
         return AttentionSite(write, attention, _owned(write, attention))
@@ -156,92 +183,19 @@ def _match_write(write: CacheWrite, attentions: Iterable[Node]) -> AttentionSite
         return Refusal(place, str(unmatched))
 
 
-# ----------------------------------------------------------------------------------------------- from a read to its source
-
-_COPIES = (
-    *(aten.alias, aten.detach, aten.contiguous, aten.clone, aten.to, aten._to_copy, aten.slice, aten.expand),
-    *(aten.view, aten.reshape, aten._unsafe_view),
-)
-
-
-def handed_on(node: Node) -> Node | None:
-    """The node whose elements ``node`` returns unchanged, each at its place: a copy, or a view that turns out to be of the whole."""
-    if not is_op(node, *_COPIES):
-        return None
-    source = node.args[0]
-    if not isinstance(source, Node):
-        return None
-    before, after = value(source), value(node)
-    whole = same_sizes(before.shape, after.shape) and before.dtype == after.dtype and before.device == after.device
-    return source if whole else None
-
-
-def unwrapped(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The first node upwards that is no copy, and the copies passed."""
-    passed = []
-    while (source := handed_on(node)) is not None:
-        passed.append(node)
-        node = source
-    return node, tuple(passed)
-
-
-def expanded_heads(node: Node) -> Read | None:
-    """The source of [B, H * n, C, D] where ``node`` repeats each head of [B, H, C, D] n times in a row, else None.
-
-    ``repeat`` and ``tile`` are not that: they order heads the other way.
-    """
-    if is_op(node, aten.repeat_interleave):
-        given = arguments(node)
-        source, repeats, dim = given.get("self"), given.get("repeats"), given.get("dim")
-        if isinstance(source, Node) and isinstance(repeats, int) and value(source).dim() == 4 and dim in (1, -3):
-            return Read(source, repeats, (node,))
-        return None
-    if not is_op(node, aten.reshape, aten.view, aten._unsafe_view, aten.flatten):
-        return None
-    wide, above = unwrapped(node.args[0])  # type: ignore[arg-type]
-    if not is_op(wide, aten.expand):
-        return None
-    narrow, between = unwrapped(wide.args[0])  # type: ignore[arg-type]
-    if not is_op(narrow, aten.unsqueeze) or arguments(narrow)["dim"] not in (2, -3):
-        return None
-    source = narrow.args[0]
-    assert isinstance(source, Node)
-    if value(source).dim() != 4:
-        return None
-    rows, heads, columns, dim = value(source).shape
-    repeats = value(wide).shape[2]
-    if not isinstance(repeats, int) or not same_sizes(value(wide).shape, (rows, heads, repeats, columns, dim)):
-        return None
-    if not same_sizes(value(node).shape, (rows, heads * repeats, columns, dim)):
-        return None
-    return Read(source, repeats, (node, *above, wide, *between, narrow))
-
-
-def read_through(node: Node) -> Read:
-    """What ``node`` reads, through copies and head expansions."""
-    repeats = 1
-    passed: list[Node] = []
-    while True:
-        node, copies = unwrapped(node)
-        passed.extend(copies)
-        heads = expanded_heads(node)
-        if heads is None:
-            return Read(node, repeats, tuple(passed))
-        repeats *= heads.repeats
-        passed.extend(heads.passed)
-        node = heads.source
+# --------------------------------------------------------------------------------------------------- unexplained readers
 
 
 def _unexplained_reader(*outputs: Node) -> str:
     """What reads the cache where no attention does: the first reader that is neither a copy nor a head expansion."""
-    queue = list(outputs)
+    queue = [(output, output) for output in outputs]
     while queue:
-        node = queue.pop(0)
+        root, node = queue.pop(0)
         for user in node.users:
             if is_op(user, aten.repeat, aten.tile):
                 return f"heads are tiled by {described(user)}, which orders them otherwise than grouped attention does"
-            if is_op(user, aten.unsqueeze) or (is_op(user, aten.expand) and value(user).dim() == 5) or _reads_on(user, node):
-                queue.append(user)
+            if _reads_on(user, root):
+                queue.append((root, user))
             elif user.op == "output":
                 return "the cache's Keys and Values leave the graph (is there a graph break before the attention?)"
             elif is_op(user, aten.slice, aten.narrow):
@@ -251,9 +205,10 @@ def _unexplained_reader(*outputs: Node) -> str:
     return "the cache is read by nothing"
 
 
-def _reads_on(user: Node, node: Node) -> bool:
-    heads = expanded_heads(user)
-    return handed_on(user) is node or (heads is not None and node in (heads.source, *heads.passed))
+def _reads_on(user: Node, output: Node) -> bool:
+    """Whether ``user`` is a step on the way from all of ``output`` to an attention."""
+    view, sizes = view_of(user), value(output).shape
+    return view.source is output and all(known(dim.size == sizes[dim.axis]) for dim in view.dims if dim.axis is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------- attention
@@ -266,6 +221,17 @@ def attended_values(node: Node) -> Node | None:
     if is_op(node, aten.matmul) and _softmax_above(node.args[0]) is not None:
         values = node.args[1]
         return values if isinstance(values, Node) else None
+    return None
+
+
+def unread_attention(node: Node) -> str | None:
+    """Why ``node``, which is attention in a spelling that is not read, is refused; None if it is none."""
+    if is_op(node, aten.bmm, aten.baddbmm, aten.einsum):
+        factors = [leaf for item in node.args for leaf in (item if isinstance(item, (tuple, list)) else (item,))]
+        if any(_softmax_above(factor) is not None for factor in factors):
+            return f"attention is spelled with {described(node)}; allowed: scaled_dot_product_attention, or matmul over [B, H, C, D]"
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and "flex_attention" in name(node):
+        return f"attention is {described(node)}, which may change scores in any way"
     return None
 
 
@@ -284,20 +250,23 @@ def _read_sdpa(node: Node) -> Attention:
     given = arguments(node)
     if given["dropout_p"] != 0:
         raise Unmatched(f"attention drops out weights (dropout_p={given['dropout_p']})")
-    if given["is_causal"] is not False:
-        raise Unmatched(
-            "is_causal=True counts from the first column of the whole buffer, not from the new tokens' position; a mask would say which"
-        )
-    scale = given["scale"]
+    scale, mask, key, query = given["scale"], given["attn_mask"], view_of(given["key"]), value(given["query"])
     if scale is not None and not isinstance(scale, (int, float)):
         raise Unmatched("the scale is computed in the graph")
+    if key.factor != 1.0:
+        scale = key.factor * (query.shape[-1] ** -0.5 if scale is None else scale)
+    masks: tuple[Mask, ...] = ()
+    if mask is not None:
+        masks = (_mask(mask, "seen" if value(mask).dtype == torch.bool else "added"),)
+    elif given["is_causal"]:
+        masks = (Mask("first"),)
     return Attention(
         spelling="sdpa",
         output=node,
         query=given["query"],
-        key=read_through(given["key"]),
-        value=read_through(given["value"]),
-        attn_mask=given["attn_mask"],
+        key=key,
+        value=view_of(given["value"]),
+        masks=masks,
         scale=None if scale is None else float(scale),
         softcap=None,
         enable_gqa=bool(given["enable_gqa"]),
@@ -310,7 +279,7 @@ def _softmax_above(weights: Any) -> Node | None:
     while isinstance(weights, Node):
         if is_op(weights, aten.softmax, aten._softmax):
             return weights
-        if not is_op(weights, aten.dropout, aten.to, aten._to_copy, *_COPIES):
+        if not is_op(weights, aten.dropout, aten.to, aten._to_copy, *COPIES):
             return None
         weights = weights.args[0]
     return None
@@ -336,11 +305,8 @@ def _read_eager(node: Node) -> Attention:
     if softmax["dim"] not in (-1, value(above).dim() - 1):
         raise Unmatched(f"softmax runs over dimension {softmax['dim']}, not over the columns")
     inner.append(above)
-    scores = softmax["self"]
-    mask = None
-    if is_op(scores, aten.add, aten.add_):
-        inner.append(scores)
-        scores, mask = _masked_scores(scores)
+    scores, masks, passed = _masked_scores(softmax["self"])
+    inner.extend(passed)
     scores, softcap, passed = _capped_scores(scores)
     inner.extend(passed)
     scores, scale, passed = _scaled_scores(scores)
@@ -350,51 +316,103 @@ def _read_eager(node: Node) -> Attention:
     inner.append(scores)
     query, keys = scores.args
     assert isinstance(query, Node) and isinstance(keys, Node)
-    keys, copies = unwrapped(keys)
-    if not _swaps_last_two(keys):
-        raise Unmatched(f"attention scores are a product with {described(keys)}, not with transposed Keys")
-    key = read_through(keys.args[0])  # type: ignore[arg-type]
+    key = view_of(keys)
+    *lead, channels, columns = key.dims  # of transposed Keys
     return Attention(
         spelling="eager",
         output=node,
         query=query,
-        key=Read(key.source, key.repeats, (*copies, keys, *key.passed)),
-        value=read_through(node.args[1]),  # type: ignore[arg-type]
-        attn_mask=mask,
-        scale=scale,
+        key=replace(key, dims=(*lead, columns, channels)),
+        value=view_of(node.args[1]),  # type: ignore[arg-type]
+        masks=masks,
+        scale=scale * key.factor,
         softcap=softcap,
         enable_gqa=False,
         inner=tuple(reversed(inner)),
     )
 
 
-def _masked_scores(node: Node) -> tuple[Node, Node]:
-    """Scores and float mask of their sum, whichever comes first."""
-    left, right = node.args
-    if arguments(node)["alpha"] != 1 or not (isinstance(left, Node) and isinstance(right, Node)):
-        raise Unmatched(f"attention scores go through {described(node)}, which adds no mask")
-    scores, mask = (right, left) if _is_scores(right) and not _is_scores(left) else (left, right)
-    if not value(mask).dtype.is_floating_point:
-        raise Unmatched(f"a mask of {value(mask).dtype} is added to the scores; allowed: a float one")
-    return scores, mask
+def _masked_scores(node: Node) -> tuple[Node, tuple[Mask, ...], list[Node]]:
+    """The scores under all that is added to them and all that hides some of them, those masks, and the nodes passed."""
+    masks: list[Mask] = []
+    passed: list[Node] = []
+    while True:
+        found, copies = _read_mask(node), []
+        while found is None and _same_scores(node):  # a cast, where it is not the mask's
+            copies.append(node)
+            node = node.args[0]  # type: ignore[assignment]
+            found = _read_mask(node)
+        if found is None:
+            return (copies[0] if copies else node), tuple(masks), passed
+        passed.extend((*copies, node))
+        masks.append(found[1])
+        node = found[0]
+
+
+def _read_mask(node: Node) -> tuple[Node, Mask] | None:
+    """The scores and the mask of one masked sum, ``masked_fill`` or ``where``."""
+    if is_op(node, aten.add, aten.add_):
+        left, right = node.args
+        if arguments(node)["alpha"] != 1 or not (isinstance(left, Node) and isinstance(right, Node)):
+            raise Unmatched(f"attention scores go through {described(node)}, which adds no mask")
+        scores, mask = (right, left) if _is_scores(right) and not _is_scores(left) else (left, right)
+        return scores, _mask(mask, "added")
+    if is_op(node, aten.masked_fill, aten.masked_fill_):
+        scores, mask, fill, kind = *node.args, "hidden"
+    elif is_op(node, aten.where) and len(node.args) == 3:
+        mask, scores, fill, kind = *node.args, "seen"
+        if constant(scores) is not None:
+            scores, fill, kind = fill, scores, "hidden"
+    else:
+        return None
+    hides = constant(fill)
+    if hides is None or hides > _HIDES:
+        shown = described(fill) if isinstance(fill, Node) else fill
+        raise Unmatched(f"{described(node)} sets scores to {shown if hides is None else hides}; allowed: {_HIDES:g} or less, which hides")
+    assert isinstance(scores, Node) and isinstance(mask, Node)
+    return scores, _mask(mask, kind)
+
+
+def _mask(node: Node, kind: str) -> Mask:
+    dtype = value(node).dtype
+    if kind == "added" and not dtype.is_floating_point:
+        raise Unmatched(f"a mask of {dtype} is added to the scores; allowed: a float one")
+    if kind != "added" and dtype != torch.bool:
+        raise Unmatched(f"the mask is {dtype}; allowed: bool or a float dtype")
+    return Mask(kind, node)
+
+
+_SCORES = (aten.mul, aten.mul_, aten.div, aten.div_, aten.tanh, aten.tanh_, aten.masked_fill, aten.masked_fill_, aten.add, aten.add_)
 
 
 def _is_scores(node: Any) -> bool:
-    while is_op(node, aten.mul, aten.mul_, aten.div, aten.div_, aten.tanh, aten.tanh_, aten.to, aten._to_copy, *_COPIES):
-        node = node.args[0]
+    while isinstance(node, Node):
+        if is_op(node, *_SCORES) or _same_scores(node):
+            node = node.args[0]
+        elif is_op(node, aten.where) and len(node.args) == 3:
+            node = node.args[1] if constant(node.args[1]) is None else node.args[2]
+        else:
+            break
     return is_op(node, aten.matmul)
+
+
+def _same_scores(node: Node) -> bool:
+    """Whether ``node`` is its input, in another float dtype perhaps."""
+    if is_op(node, aten.to, aten._to_copy):
+        return value(node).dtype.is_floating_point and value(node).device == value(node.args[0]).device  # type: ignore[arg-type]
+    return handed_on(node) is not None
 
 
 def _capped_scores(node: Node) -> tuple[Node, float | None, list[Node]]:
     """``x`` and c of ``tanh(x / c) * c``, and the nodes passed; the node itself and None if it is no softcap."""
-    factor = _factor(node)
+    factor = constant_factor(node)
     if factor is None or not is_op(node.args[0], aten.tanh, aten.tanh_):
         return node, None, []
     tanh = node.args[0]
     assert isinstance(tanh, Node)
     divided = tanh.args[0]
     assert isinstance(divided, Node)
-    inverse = _factor(divided)
+    inverse = constant_factor(divided)
     if inverse is None or factor <= 0 or not math.isclose(factor * inverse, 1.0, rel_tol=1e-6):
         raise Unmatched(f"attention scores go through {described(tanh)}, which is no softcap tanh(x / c) * c")
     source = divided.args[0]
@@ -407,82 +425,99 @@ def _scaled_scores(node: Node) -> tuple[Node, float, list[Node]]:
     scale = 1.0
     passed: list[Node] = []
     while True:
-        factor = _factor(node)
+        factor = constant_factor(node)
         if factor is not None:
             scale *= factor
-        elif is_op(node, aten.to, aten._to_copy):
-            if not value(node).dtype.is_floating_point:
-                raise Unmatched(f"attention scores become {value(node).dtype}")
-        elif handed_on(node) is None:
+        elif not _same_scores(node):
             return node, scale, passed
         passed.append(node)
         node = node.args[0]  # type: ignore[assignment]
-
-
-def _factor(node: Node) -> float | None:
-    """c of ``x * c`` or ``x / (1 / c)`` with a constant c."""
-    if is_op(node, aten.mul, aten.mul_) and isinstance(node.args[1], (int, float)):
-        return float(node.args[1])
-    if is_op(node, aten.div, aten.div_) and isinstance(node.args[1], (int, float)) and arguments(node).get("rounding_mode") is None:
-        return 1.0 / node.args[1] if node.args[1] else None
-    return None
-
-
-def _swaps_last_two(node: Node) -> bool:
-    dims = value(node).dim()
-    if is_op(node, aten.mT):
-        return True
-    if is_op(node, aten.transpose):
-        given = arguments(node)
-        return {given["dim0"] % dims, given["dim1"] % dims} == {dims - 2, dims - 1}
-    if is_op(node, aten.permute):
-        order = [dim % dims for dim in arguments(node)["dims"]]
-        return order == [*range(dims - 2), dims - 1, dims - 2]
-    return False
 
 
 # ---------------------------------------------------------------------------------------------- does it fit the operator
 
 
 def check_reads(write: CacheWrite, attention: Attention) -> None:
-    if attention.key.source is not write.key or attention.value.source is not write.value:
-        raise Unmatched(f"{described(attention.output)} reads the Values of this update but Keys of {described(attention.key.source)}")
-    query, new_key = value(attention.query), value(write.arguments["key"])
+    """Attention reads the cache as [B, H, C, D], or some first columns of it, for a query of each new token."""
+    new_key, new_value = write.new_key, write.new_value
+    for role, view, new in (("Keys", attention.key, new_key), ("Values", attention.value, new_value)):
+        shown = described(view.passed[0] if view.passed else view.source)
+        if len(view.dims) != 4:
+            raise Unmatched(f"attention reads the {role} in {len(view.dims)} dimensions, by {shown}; allowed: 4, [B, H, C, D]")
+        rows, heads, columns, channels = view.dims
+        if not all(known(dim.repeats == 1) for dim in (rows, columns, channels)):
+            raise Unmatched(f"attention reads the {role} with rows, columns or channels repeated, by {shown}")
+        if not (known(rows.size == new.shape[0]) and known(heads.size == new.shape[1]) and known(channels.size == new.shape[3])):
+            raise Unmatched(
+                f"attention reads the {role} as {[rows.size, heads.size, columns.size, channels.size]}, by {shown}; allowed: the rows, "
+                f"heads and channels of the new tokens, {list(new.shape)}"
+            )
+        if columns.start != 0:
+            raise Unmatched(f"attention reads the {role} from column {_shown(columns.start)} on, by {shown}; allowed: from the first")
+    if attention.value.factor != 1.0:
+        raise Unmatched(f"the Values are multiplied by {attention.value.factor} before attention")
+    if not known(attention.key.dims[2].size == attention.value.dims[2].size):
+        raise Unmatched(f"attention reads {attention.key.dims[2].size} columns of Keys and {attention.value.dims[2].size} of Values")
+    query, output = value(attention.query), value(attention.output)
     if query.dim() != 4 or not same_sizes((query.shape[0], query.shape[2]), (new_key.shape[0], new_key.shape[2])):
         raise Unmatched(
             f"the query has shape {list(query.shape)}; allowed: [{new_key.shape[0]}, heads, {new_key.shape[2]}, D], a row and a query "
             "for each new token"
         )
-    output = value(attention.output)
     if query.dtype != new_key.dtype or output.dtype != new_key.dtype:
         raise Unmatched(
             f"the query is {query.dtype}, attention returns {output.dtype} and the cache holds {new_key.dtype}; allowed: one dtype"
         )
-    if attention.key.repeats != attention.value.repeats:
-        raise Unmatched(f"Key heads are repeated {attention.key.repeats} times and Value heads {attention.value.repeats}")
-    heads = new_key.shape[1] * attention.key.repeats
+    repeats = attention.key.dims[1].repeats
+    if not known(repeats == attention.value.dims[1].repeats):
+        raise Unmatched(f"Key heads are repeated {repeats} times and Value heads {attention.value.dims[1].repeats}")
+    heads = new_key.shape[1] * repeats
     # One head is broadcast to all by either spelling.
     fits = known(query.shape[1] == heads) or known(heads == 1) or (attention.enable_gqa and known(query.shape[1] % heads == 0))
     if not fits:
         raise Unmatched(f"{query.shape[1]} query heads meet {heads} Key heads")
 
 
+def _shown(item: Any) -> str:
+    return described(item) if isinstance(item, Node) else str(item)
+
+
 def check_mask(write: CacheWrite, attention: Attention) -> None:
-    """A mask that says which columns are visible: without one the float attention sees unwritten columns (zeros) too."""
-    capacity = write.arguments["capacity"]
-    if attention.attn_mask is None:
-        raise Unmatched(f"attention over all {capacity} columns has no mask, so it sees unwritten ones")
-    mask, query = value(attention.attn_mask), value(attention.query)
-    shape = list(mask.shape)
-    if mask.dim() != 4:
-        raise Unmatched(f"the mask has shape {shape}; allowed: 4 dimensions")
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise Unmatched(f"the mask is {mask.dtype}; allowed: bool or a float dtype")
-    for dim, axis in ((0, "rows"), (1, "heads"), (2, "new tokens")):
-        if not (known(mask.shape[dim] == 1) or known(mask.shape[dim] == query.shape[dim])):
-            raise Unmatched(f"the mask has {mask.shape[dim]} {axis}; allowed: 1 or {query.shape[dim]}")
-    if not known(mask.shape[3] == capacity):
-        raise Unmatched(f"the mask is {mask.shape[3]} columns wide, which hides no unwritten column; allowed: {capacity}, the capacity")
+    """Masks that say which columns are visible: without one the float attention sees unwritten columns (zeros) too, unless it reads just
+    the columns that are written."""
+    columns, query = attention.key.dims[2].size, value(attention.query)
+    start = write.start
+    exact = start is not None and known(columns == start + query.shape[2])
+    wide = exact
+    for mask in attention.masks:
+        if mask.node is None:
+            wide = wide or _check_first_columns(columns, query.shape[2], start)
+            continue
+        shape = list(value(mask.node).shape)
+        if len(shape) > 4:
+            raise Unmatched(f"the mask has shape {shape}; allowed: at most 4 dimensions")
+        padded = [1] * (4 - len(shape)) + shape
+        for dim, axis in ((0, "rows"), (1, "heads"), (2, "new tokens")):
+            if not (known(padded[dim] == 1) or known(padded[dim] == query.shape[dim])):
+                raise Unmatched(f"the mask has {padded[dim]} {axis}; allowed: 1 or {query.shape[dim]}")
+        if known(padded[3] == columns):
+            wide = True
+        elif not known(padded[3] == 1):
+            raise Unmatched(f"the mask is {padded[3]} columns wide; allowed: 1 or {columns}, the columns that are read")
+    if not attention.masks and not exact:
+        which = f"all {columns}" if known(columns == write.arguments["capacity"]) else f"the first {columns}"
+        raise Unmatched(f"attention over {which} columns has no mask, so it sees unwritten ones")
+    if not wide:
+        raise Unmatched(f"the mask is 1 columns wide, which hides no unwritten column; allowed: {columns}, the columns that are read")
+
+
+def _check_first_columns(columns: Any, new_tokens: Any, start: Any) -> bool:
+    """Whether "new token i sees the first i + 1 columns" can be said to the operator: by ``is_causal`` at position 0, else by a mask."""
+    if not (known(start == 0) if start is not None else False) and not isinstance(columns, int) and not known(columns == new_tokens):
+        raise Unmatched(
+            f"is_causal=True counts from the first of {columns} columns, not from the new tokens' position; a mask would say which are seen"
+        )
+    return True
 
 
 def _owned(write: CacheWrite, attention: Attention) -> frozenset[Node]:

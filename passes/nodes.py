@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -12,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+aten = torch.ops.aten
+
+_SAME_NUMBER = (aten.lift_fresh_copy, aten.detach, aten.detach_, aten.alias, aten.clone, aten.to, aten._to_copy)
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,36 @@ def written(node: Node) -> list[Node]:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return node.all_input_nodes
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if schema is None or is_op(node, torch.ops.aten.detach_):  # which traces of torch.tensor(...) have, and which changes no element
         return []
     values = arguments(node)
     changed = (values[argument.name] for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write)
     flat = (leaf for item in changed for leaf in (item if isinstance(item, (tuple, list)) else (item,)))
     return [leaf for leaf in flat if isinstance(leaf, Node)]
+
+
+def number(item: Any) -> Any:
+    """What stands for a number in the graph's arguments: itself, or the value of its node."""
+    return item.meta.get("val") if isinstance(item, Node) else item
+
+
+def constant(item: Any) -> float | None:
+    """The one number that ``item`` is in every run: a Python number, or a tensor that was made of one while tracing or in the graph."""
+    while is_op(item, *_SAME_NUMBER) and item.meta["val"].dtype.is_floating_point:
+        item = item.args[0]
+    if isinstance(item, (int, float)):
+        return float(item)
+    if is_op(item, aten.full):
+        item = arguments(item)["fill_value"]
+    elif is_op(item, aten.scalar_tensor):
+        item = arguments(item)["s"]
+    elif is_op(item, aten.sqrt):
+        inner = constant(item.args[0])
+        return None if inner is None or inner < 0 else math.sqrt(inner)
+    elif isinstance(item, Node) and item.op == "get_attr" and str(item.target).startswith("_tensor_constant"):
+        tensor = getattr(item.graph.owning_module, str(item.target))
+        item = tensor.item() if tensor.numel() == 1 and type(tensor) is Tensor else None
+    return float(item) if isinstance(item, (int, float)) else None
 
 
 def name(node: Node) -> str:

@@ -16,7 +16,7 @@ from kivi_ops.config import KiviConfig
 
 COMPILERS = ("inductor", "aot_eager", "eager", "torch_tensorrt")
 CONFIG_FIELDS = tuple(f.name for f in fields(KiviConfig))
-OPTIONS = ("compiler", "mode", "strict", *CONFIG_FIELDS)
+OPTIONS = ("compiler", "mode", "strict", "free_float_cache", *CONFIG_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class Options:
 
     ``compiler``: what compiles the rewritten graph, a name of ``COMPILERS`` or a callable ``(module, example_inputs) -> callable``.
     ``mode``: a mode of ``torch.compile``, for Inductor; the other compilers have none and ignore it. ``strict``: anything but
-    "every site was rewritten" is an error. ``config``: the :class:`KiviConfig` fields that were given.
+    "every site was rewritten" is an error. ``free_float_cache``: a model's own float caches go (:mod:`kivi_ops.passes.states` says what the
+    caller promises). ``config``: the :class:`KiviConfig` fields that were given.
     """
 
     compiler: str | Callable[..., Any] = "inductor"
     mode: str = "default"
     strict: bool = False
+    free_float_cache: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -46,13 +48,14 @@ class Options:
             raise ValueError(f"unknown option {', '.join(map(repr, unknown))} of backend='kivi'; allowed: {', '.join(OPTIONS)}")
         config = {name: given[name] for name in CONFIG_FIELDS if name in given}
         KiviConfig(**config)
-        strict = given.get("strict", False)
-        if not isinstance(strict, bool):
-            raise TypeError(f"option 'strict' is {strict!r}; allowed: True, False")
+        flags = {name: given.get(name, False) for name in ("strict", "free_float_cache")}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"option {name!r} is {flag!r}; allowed: True, False")
         inner_mode = given.get("mode")
         if mode is not None and inner_mode is not None and mode != inner_mode:
             raise ValueError(f"mode is {mode!r} and option 'mode' is {inner_mode!r}; allowed: one of the two")
-        return cls(_compiler(given.get("compiler", "inductor")), _mode(inner_mode or mode or "default"), strict, config)
+        return cls(_compiler(given.get("compiler", "inductor")), _mode(inner_mode or mode or "default"), **flags, config=config)
 
 
 def _compiler(compiler: Any) -> str | Callable[..., Any]:

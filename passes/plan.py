@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from kivi_ops.passes.float_caches import FloatCache
 from kivi_ops.passes.match import AttentionSite, Refusal
 from kivi_ops.passes.nodes import described, known, storages, value, written
 
@@ -34,8 +35,10 @@ def plan(graph: Graph, site: AttentionSite) -> Plan | Refusal:
     for node in between:
         if any(storages(read) & state for read in node.all_input_nodes):
             return Refusal(attention.output, f"the state has a reader between its update and its attention, {described(node)}")
-    moved = [node for name in ("key", "value", "position") if isinstance(node := write.arguments[name], Node)]
-    late = [attention.query, *([attention.attn_mask] if attention.attn_mask is not None else [])]
+    moved = [write.arguments["key"], write.arguments["value"]]
+    if not isinstance(write, FloatCache):  # whose position is read where it writes
+        moved.append(write.arguments["position"])
+    late = [attention.query, *(mask.node for mask in attention.masks if mask.node is not None)]
     for first, inputs in ((write.node, moved), (attention.inner[0], late)):
         changed = _changed(_between(graph, first, attention.output, site), inputs)
         if changed is not None:

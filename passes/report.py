@@ -1,9 +1,16 @@
-"""What the pass did to a graph, in plain strings: nothing here keeps a graph or a tensor alive."""
+"""What the pass did to a graph, in plain strings: no report that is kept keeps a graph or a tensor alive."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from kivi_ops.passes.states import Binding
+
+log = logging.getLogger("kivi_ops.passes")
+
+NO_UPDATE = "no kivi::update in this graph"  # and nothing that looks like attention
 
 
 @dataclass(frozen=True)
@@ -18,10 +25,15 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class RewriteReport:
-    """One graph: its sites in the order in which they run, and a ``note`` where there is something to say of the whole."""
+    """One graph: its sites in the order in which they run, and a ``note`` where there is something to say of the whole.
+
+    ``bindings``: where the rewritten graph finds the states of float caches, in the order of its further inputs; reports that are kept
+    have none.
+    """
 
     sites: tuple[SiteReport, ...] = ()
     note: str = ""
+    bindings: tuple[Binding, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -49,8 +61,20 @@ class RewriteReport:
 _REPORTS: deque[RewriteReport] = deque(maxlen=64)
 
 
-def remember(report: RewriteReport) -> None:
-    _REPORTS.append(report)
+def tell(report: RewriteReport, strict: bool) -> None:
+    """Keep a report and log it: a warning if a site is refused, or none found where attention is.
+
+    Raises:
+        RuntimeError: ``strict``, and not every site is rewritten, or there is none.
+    """
+    _REPORTS.append(replace(report, bindings=()))
+    if strict and (report.refused or not report.rewritten):
+        raise RuntimeError(f"option 'strict' is True, and this graph is not rewritten whole: {report}")
+    if report.refused or (not report.rewritten and report.note != NO_UPDATE):
+        log.warning("%s", report)
+    else:
+        log.info("%s", report.summary)
+        log.debug("%s", report)
 
 
 def reports() -> tuple[RewriteReport, ...]:

@@ -73,7 +73,7 @@ def test_what_cannot_be_run_is_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
-@pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
+@pytest.mark.parametrize("name", [name for name in benchmarks.BENCHMARKS if name not in benchmarks.WITHOUT_A_GPU])
 def test_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KIVI_OPS_TRACEBACK")
     assert main(["bench", name]) == 1
@@ -96,6 +96,15 @@ def test_models(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {row["cache"] for row in written["rows"]} == {"static", "kivi-2"}
     for row in written["rows"]:
         assert row["tokens_per_second"] > 0
+
+
+def test_compile_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    written, lines = results("compile_time", tmp_path, capsys)
+    check_report("compile_time", written, lines)
+    assert [row["cache"] for row in written["rows"]] == ["static", "kivi-2"]
+    for row in written["rows"]:
+        assert row["nodes"] > 0 and row["pass_s"] == pytest.approx(row["normalise_s"] + row["rewrite_s"])
 
 
 def check_report(name: str, written: dict[str, Any], lines: list[str]) -> None:

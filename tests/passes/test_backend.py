@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def one_step(model: Any, state: KiviState, new_tokens: int = 1) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 2}, "unknown option 'bits' of backend='kivi'; allowed: compiler, mode, strict, key_bits, value_bits, group_size"),
+        ({"bits": 2}, "unknown option 'bits' of backend='kivi'; allowed: compiler, mode, strict, free_float_cache, key_bits, value_bits,"),
         ({"key_bits": 3}, "KiviConfig.key_bits is 3; allowed: 2, 4, 8"),
         ({"group_size": 32, "residual_length": 40}, "KiviConfig.residual_length is 40; allowed: a positive multiple of group_size (32)"),
         ({"compiler": "nvfuser"}, "option 'compiler' is 'nvfuser'; allowed: inductor, aot_eager, eager, torch_tensorrt, or a callable"),
@@ -311,35 +312,75 @@ def test_the_tag_covers_version_and_source() -> None:
 _CHILD = """
 import sys, torch
 from torch._dynamo.utils import counters
+from chat_model import Decoder, call
 from pass_models import Model, assert_same_state, run_steps, sdpa_repeat_kv
-key_bits, seal = int(sys.argv[1]), sys.argv[2]
-model = Model(sdpa_repeat_kv)
-expected_state, state = (model.state(seal, key_bits=key_bits) for _ in range(2))
-steps = [1] * 20
-expected = run_steps(model, expected_state, torch.bool, steps)
-actual = run_steps(torch.compile(model, backend="kivi", options={"strict": True}), state, torch.bool, steps)
-torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-assert_same_state(state, expected_state)
+from kivi_ops.passes import inductor_options
+route, key_bits, group_size, seal = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+config = dict(key_bits=key_bits, group_size=group_size, residual_length=4, seal=seal)
+if route == "float cache":
+    model, reference = Decoder(layers=1), Decoder(layers=1)
+    step = torch.compile(model, backend="kivi", options={"strict": True, **config})
+    for start in range(12):
+        torch.testing.assert_close(call(step, start), call(reference, start), rtol=1e-5, atol=1e-5)
+else:
+    model = Model(sdpa_repeat_kv)
+    expected_state, state = (model.state(**config) for _ in range(2))
+    step = (
+        torch.compile(model, backend="kivi", options={"strict": True})
+        if route == "backend"
+        else torch.compile(model, options=inductor_options(strict=True))
+    )
+    steps = [1] * 20
+    expected = run_steps(model, expected_state, torch.bool, steps)
+    torch.testing.assert_close(run_steps(step, state, torch.bool, steps), expected, rtol=1e-5, atol=1e-5)
+    assert_same_state(state, expected_state)
 print("hits", counters["inductor"]["fxgraph_cache_hit"], "misses", counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
-@pytest.mark.slow
-def test_a_warm_compile_cache_is_used_and_never_for_another_configuration(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
-    environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
+def other_source(folder: Path) -> Path:
+    """A copy of the package in which one comment is another one; to be put on PYTHONPATH."""
+    package = Path(kivi_ops.__file__).parent
+    target = folder / "kivi_ops"
+    parts = {"": package, **{name: Path(__import__(f"kivi_ops.{name}", fromlist=["_"]).__file__).parent for name in ("kernels", "passes")}}
+    for name, source in parts.items():
+        shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
+    with (target / "kernels" / "append.py").open("a") as file:
+        file.write("\n# other\n")
+    return folder
 
-    def run(key_bits: int, seal: str) -> str:
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["backend", "float cache", "pass"], ids=["backend", "float-cache", "pass"])
+def test_a_warm_compile_cache_is_used_and_never_for_another_configuration(tmp_path: Path, route: str) -> None:
+    """Each run is a process of its own, over one cache on disk, and checks its own answers."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    environment.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
+    here = str(Path(__file__).parent)
+
+    def run(key_bits: int = 2, group_size: int = 4, seal: str = "after_attention", source: Path | None = None) -> str:
+        environment["PYTHONPATH"] = os.pathsep.join([here, *([str(source)] if source else [])])
         child = subprocess.run(
-            [sys.executable, "-c", _CHILD, str(key_bits), seal], env=environment, capture_output=True, text=True, check=False, timeout=300
+            [sys.executable, "-c", _CHILD, route, str(key_bits), str(group_size), seal],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
         )
         assert child.returncode == 0, child.stderr
         return child.stdout.splitlines()[-1]
 
-    assert run(2, "after_attention") == "hits 0 misses 1"
-    assert run(2, "after_attention") == "hits 1 misses 0"
-    assert run(4, "after_attention") == "hits 0 misses 1"
-    assert run(2, "before_attention") == "hits 0 misses 1"
+    fresh, warm = "hits 0 misses 1", "hits 1 misses 0"
+    assert run() == fresh
+    assert run() == warm
+    if route == "backend":  # all routes compile the same graphs, but come to the cache's key by ways of their own
+        assert run(key_bits=4) == fresh
+        assert run(group_size=2) == fresh
+        assert run(seal="before_attention") == fresh
+    assert run(source=other_source(tmp_path / "other")) == fresh
+    assert run() == warm
 
 
 def test_steps_of_the_tests_cross_two_seals() -> None:

@@ -210,10 +210,6 @@ def no_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2))
 
 
-def prefix_of_the_cache(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return sdpa_repeat_kv(q, k[:, :, :32], v[:, :, :32], mask[..., :32])
-
-
 def reads_after(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return sdpa_repeat_kv(q, k, v, mask) + k.sum()
 
@@ -225,16 +221,14 @@ def two_attentions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Write, Any, int, str]] = {
     "another-reader-before": (reads_again, sdpa_repeat_kv, 1, "the Keys cache has another reader, aten.mean ("),
     "another-reader-after": (index_copy, reads_after, 1, "the Keys cache has another reader, aten.sum ("),
-    "two-attentions": (index_copy, two_attentions, 1, "the Keys cache has another reader, aten.unsqueeze ("),
+    "two-attentions": (index_copy, two_attentions, 1, "the Keys cache has another reader, aten.reshape ("),
     "two-writes": (writes_twice, sdpa_repeat_kv, 1, "the Keys cache is written 2 times, by aten.index_copy_ ("),
     "cross-attention": (writes_nothing, sdpa_repeat_kv, 1, "come from an input that this graph does not write: cross-attention"),
     "rolled": (rolls, sdpa_repeat_kv, 1, "the Keys cache is written by aten.copy_ (...), in a way that the pass does not know"),
     "joined": (joins, sdpa_repeat_kv, 1, "the Keys are joined with the past by aten.cat ("),
     "padded-prefix": (reads_a_prefix, sdpa_repeat_kv, 1, "the Keys are no cache: they come from aten."),
-    "prefix": (index_copy, prefix_of_the_cache, 1, "only a part or another view of the Keys cache is read, by aten.slice ("),
     "no-mask": (index_copy, no_mask, 1, "attention over all 48 columns has no mask, so it sees unwritten ones"),
     "position-moved": (moves_back, sdpa_repeat_kv, 1, "the position is changed in place before it is used, by aten.add_ ("),
-    "columns-unknown": (index_copy, sdpa_repeat_kv, 3, "the 3 new tokens go to columns given by an input of the graph"),
 }
 
 

@@ -111,6 +111,47 @@ def eager_one_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return _eager(q, k, v, mask, lambda s: s * 0.25, repeat=lambda x, _: x)
 
 
+def top_left_causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), is_causal=True)
+
+
+def mask_of_three_dimensions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask[0])
+
+
+def prefix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    k, v = k[:, :, :32], v[:, :, :32]
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask[..., :32])
+
+
+def masked_fill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = (q @ repeat_kv(k, 2).transpose(2, 3)).masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ repeat_kv(v, 2)
+
+
+def two_additive_masks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    bias = torch.linspace(-1.0, 1.0, CAPACITY)
+    scores = (q @ repeat_kv(k, 2).transpose(2, 3)) + bias + mask
+    return torch.softmax(scores, dim=-1) @ repeat_kv(v, 2)
+
+
+def where_seen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ repeat_kv(k, 2).transpose(2, 3) * 0.25
+    scores = torch.where(mask, scores, torch.full((), torch.finfo(torch.float32).min))
+    return torch.softmax(scores, dim=-1) @ repeat_kv(v, 2)
+
+
+def where_hidden_and_added(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ repeat_kv(k, 2).transpose(2, 3) * 0.25 + torch.linspace(-1.0, 1.0, CAPACITY)
+    scores = torch.where(~mask, -torch.inf, scores)
+    return torch.softmax(scores.float(), dim=-1).to(q.dtype) @ repeat_kv(v, 2)
+
+
+def keys_scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    root = 16**-0.25
+    return F.scaled_dot_product_attention(q * root, repeat_kv(k * root, 2), repeat_kv(v, 2), attn_mask=mask, scale=1.0)
+
+
 FLOAT, BOOL = torch.float32, torch.bool
 MATCHED: dict[str, tuple[Spelling, torch.dtype, dict[str, int], str]] = {
     "sdpa-repeat_kv": (sdpa_repeat_kv, BOOL, {}, "sdpa, heads x2, bool mask"),
@@ -131,6 +172,14 @@ MATCHED: dict[str, tuple[Spelling, torch.dtype, dict[str, int], str]] = {
     "eager-in-place": (eager_in_place, FLOAT, {}, "eager, heads x2, float mask"),
     "eager-mask-first": (eager_mask_first, FLOAT, {}, "eager, heads x2, float mask"),
     "eager-one-kv-head": (eager_one_head, FLOAT, {"kv_heads": 1}, "eager, float mask"),
+    "sdpa-is_causal-over-all-columns": (top_left_causal, BOOL, {}, "sdpa, heads x2, is_causal"),
+    "sdpa-mask-of-3-dimensions": (mask_of_three_dimensions, BOOL, {}, "sdpa, heads x2, bool mask"),
+    "sdpa-first-columns": (prefix, BOOL, {}, "sdpa, heads x2, bool mask"),
+    "sdpa-keys-scaled": (keys_scaled, BOOL, {}, "sdpa, heads x2, bool mask"),
+    "eager-masked_fill": (masked_fill, BOOL, {}, "eager, heads x2, bool mask"),
+    "eager-where": (where_seen, BOOL, {}, "eager, heads x2, bool mask"),
+    "eager-where-hidden-and-bias": (where_hidden_and_added, BOOL, {}, "eager, heads x2, bool mask, float mask"),
+    "eager-two-additive-masks": (two_additive_masks, FLOAT, {}, "eager, heads x2, float mask"),
 }
 BOTH_ORDERS = ("sdpa-repeat_kv", "eager-softcap")
 CASES = [(case, seal) for case in MATCHED for seal in (SEAL_ORDERS if case in BOTH_ORDERS else SEAL_ORDERS[:1])]
@@ -187,8 +236,18 @@ def heads_in_the_other_order(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> T
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def top_left_causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), is_causal=True)
+def later_columns(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    k, v = k[:, :, 8:], v[:, :, 8:]
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask[..., 8:])
+
+
+def fill_that_hides_nothing(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = (q @ repeat_kv(k, 2).transpose(2, 3)).masked_fill(~mask, -1.0)
+    return torch.softmax(scores, dim=-1) @ repeat_kv(v, 2)
+
+
+def values_scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v * 2.0, 2), attn_mask=mask)
 
 
 def sdpa_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -202,26 +261,6 @@ def eager_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def mask_of_one_column(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask[..., :1])
-
-
-def mask_of_three_dimensions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask[0])
-
-
-def prefix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    k, v = k[:, :, :32], v[:, :, :32]
-    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask[..., :32])
-
-
-def masked_fill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    scores = (q @ repeat_kv(k, 2).transpose(2, 3)).masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, dim=-1) @ repeat_kv(v, 2)
-
-
-def two_additive_masks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    bias = torch.zeros(CAPACITY)
-    scores = (q @ repeat_kv(k, 2).transpose(2, 3)) + bias + mask.float()
-    return torch.softmax(scores, dim=-1) @ repeat_kv(v, 2)
 
 
 def bool_mask_added(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -286,14 +325,12 @@ REFUSED: dict[str, tuple[Spelling, str]] = {
     "heads-tiled": (tiled_heads, "heads are tiled by aten.repeat (..., which orders them otherwise than grouped attention does"),
     "heads-expanded-in-the-other-order": (heads_in_the_other_order, "the cache is read by aten.reshape (...), which is no attention"),
     "no-mask": (no_mask, "attention over all 48 columns has no mask, so it sees unwritten ones"),
-    "is_causal": (top_left_causal, "is_causal=True counts from the first column of the whole buffer, not from the new tokens' position"),
+    "later-columns": (later_columns, "attention reads the Keys from column 8 on, by aten."),
+    "fill-that-hides-nothing": (fill_that_hides_nothing, "sets scores to -1.0; allowed: -10000 or less, which hides"),
+    "values-scaled": (values_scaled, "the Values are multiplied by 2.0 before attention"),
     "sdpa-dropout": (sdpa_dropout, "attention drops out weights (dropout_p=0.5)"),
     "eager-dropout": (eager_dropout, "attention drops out weights (p=0.5)"),
     "mask-1-wide": (mask_of_one_column, "the mask is 1 columns wide, which hides no unwritten column; allowed: 48"),
-    "mask-3-dimensions": (mask_of_three_dimensions, "the mask has shape [1, 5, 48]; allowed: 4 dimensions"),
-    "prefix-of-the-cache": (prefix, "only a part of the cache is read, by aten.slice ("),
-    "masked_fill": (masked_fill, "attention scores go through aten.masked_fill ("),
-    "two-additive-masks": (two_additive_masks, "attention scores go through aten.add ("),
     "bool-mask-added": (bool_mask_added, "a mask of torch.bool is added to the scores; allowed: a float one"),
     "softmax-over-queries": (softmax_over_queries, "softmax runs over dimension -2, not over the columns"),
     "tanh-without-softcap": (tanh_of_another_kind, "which is no softcap tanh(x / c) * c"),

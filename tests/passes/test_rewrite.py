@@ -13,8 +13,7 @@ from torch.fx import GraphModule
 
 from kivi_ops import KiviState
 from kivi_ops.config import SEAL_ORDERS
-from kivi_ops.passes import last_report
-from kivi_ops.passes.backend import run_pass
+from kivi_ops.passes import last_report, rewrite
 from kivi_ops.passes.plan import dense_order
 
 
@@ -63,7 +62,7 @@ def test_a_second_pass_finds_nothing_left_and_changes_nothing() -> None:
     model = Model(sdpa_repeat_kv)
     module = rewritten(model, model.state())
     code = module.code
-    report = run_pass(module)
+    report = rewrite(module)
     assert report.sites == () and module.code == code
 
 
