@@ -50,7 +50,8 @@ def export_model(
         progress: told what happens next.
 
     Raises:
-        ValueError: an argument that is not allowed, a layer without a cache here, or ``strict`` is not met.
+        ValueError: an argument that is not allowed, or a layer without a cache here.
+        RuntimeError: ``strict`` is not met.
     """
     for name, size in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kivi_ops.passes.match import unwrapped
 from kivi_ops.passes.nodes import arguments, is_op, same_sizes, value
+from kivi_ops.passes.views import unwrapped
 
 aten = torch.ops.aten
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from kivi_ops.config import KiviConfig
 from kivi_ops.export.graphs import ProgramGraph, bound, export_again, open_program
-from kivi_ops.passes.backend import run_pass
+from kivi_ops.passes import pipeline
 from kivi_ops.passes.match import STATE_NAMES
 from kivi_ops.passes.nodes import storages, value, written
-from kivi_ops.passes.report import remember
-from kivi_ops.passes.states import Binding
-
-log = logging.getLogger("kivi_ops.export")
+from kivi_ops.passes.report import tell
+from kivi_ops.passes.rewrite import release
 
 STATE_PREFIX = "kivi_state"  # buffers are called kivi_state.<layer>.<tensor>
 
@@ -27,7 +23,7 @@ def rewrite(exported_program: ExportedProgram, config: KiviConfig | None = None,
     The float caches (buffers, or constants that were lifted) are gone; the states are buffers ``kivi_state.<layer>.<tensor>``, zero as
     allocated. Whatever else the program changes (a counter of tokens) becomes a buffer ``kivi_state.model.<name>``. A site over
     ``kivi::update`` becomes ``kivi::attention`` and ``kivi::append``, with its own configuration. Sites that the pass does not understand
-    stay float and are reported (:func:`kivi_ops.passes.last_report`, and the logger ``kivi_ops.export``).
+    stay float and are reported (:func:`kivi_ops.passes.last_report`, and the logger ``kivi_ops.passes``).
 
     Args:
         exported_program: of ``torch.export``, strict or not, before or after ``run_decompositions``; left as it is, weights are shared.
@@ -35,24 +31,36 @@ def rewrite(exported_program: ExportedProgram, config: KiviConfig | None = None,
         strict: whether a program in which any site, or every site, stays float is an error.
 
     Raises:
-        ValueError: a float cache, or anything else that the program changes, is not zero; ``strict`` is not met.
+        ValueError: a float cache, or anything else that the program changes, is not zero; a cache that cannot go; columns of new tokens
+            that nothing shows to be consecutive.
+        RuntimeError: ``strict`` is not met.
     """
     opened = open_program(exported_program)
+    graph = opened.module.graph
     first_state = len(opened.tensors) + len(opened.inputs)
-    bindings: list[Binding] = []
-    report = run_pass(opened.module, config or KiviConfig(), bindings)
-    remember(report)
-    if strict and (report.refused or not report.rewritten):
-        raise ValueError(f"strict is True, and this program is not rewritten whole: {report}")
-    log.log(logging.WARNING if report.refused or not report.rewritten else logging.INFO, "%s", report)
-    inputs = opened.module.graph.find_nodes(op="placeholder")
-    for binding in bindings:
-        for place in (binding.key, binding.value):
-            _remove_cache(opened, inputs[place])
+    inputs = graph.find_nodes(op="placeholder")
+    report = pipeline.rewrite(opened.module, config)
+    tell(report, strict)
+    bindings = report.bindings
+    states_of = graph.find_nodes(op="placeholder")[first_state:]
+    caches = {place for binding in bindings for place in (binding.key, binding.value)}
+    for place in caches:
+        _check_cache(opened, inputs, place)
+    if not all(binding.consecutive for binding in bindings):
+        raise ValueError(
+            "the columns to which several new tokens go are told by an input, and a program cannot check that they follow one another; "
+            "allowed: columns such as arange(S) + start, or calls of one token"
+        )
+    try:
+        release(opened.module, caches)
+    except RuntimeError as error:
+        raise ValueError(f"a float cache cannot leave the program: {error}") from error
+    for name in [list(opened.tensors)[place] for place in caches]:
+        del opened.tensors[name]
     names = [f"{STATE_PREFIX}.{index}.{name}" for index in _free_indices(opened, len(bindings)) for name in STATE_NAMES]
     states = {
         node: (name, torch.zeros(value(node).shape, dtype=value(node).dtype, device=value(node).device))
-        for node, name in zip(inputs[first_state:], names, strict=True)
+        for node, name in zip(states_of, names, strict=True)
     }
     return export_again(bound(opened, states, _other_state(opened)), exported_program, opened.inputs)
 
@@ -64,24 +72,16 @@ def _free_indices(opened: ProgramGraph, count: int) -> range:
     return range(first, first + count)
 
 
-def _remove_cache(opened: ProgramGraph, cache: Node) -> None:
-    """Erase the writes to a float cache, which are all that is left of it once its attention reads the state.
-
-    Raises:
-        ValueError: it holds something, and nobody would hand that to the state.
+def _check_cache(opened: ProgramGraph, inputs: list[Node], place: int) -> None:
+    """Raises:
+    ValueError: a float cache is not the program's own, or holds something, and nobody would hand that to the state.
     """
-    place = opened.module.graph.find_nodes(op="placeholder").index(cache)
-    name, tensor = list(opened.tensors.items())[place] if place < len(opened.tensors) else (cache.name, None)
-    if tensor is None:
+    if place >= len(opened.tensors):
+        name = inputs[place].name
         raise ValueError(f"the float cache {name!r} is an input of the program; allowed: a buffer or a constant, which the program owns")
+    name, tensor = list(opened.tensors.items())[place]
     if tensor.count_nonzero():
         raise ValueError(f"the float cache {name!r} is not empty, and its tokens would be lost; allowed: all zeros (reset it, then export)")
-    graph = opened.module.graph
-    memory = storages(cache)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and storages(node) & memory:
-            graph.erase_node(node)
-    assert not cache.users, f"{name} is still read by {list(cache.users)}"
 
 
 def _other_state(opened: ProgramGraph) -> dict[str, str]:

@@ -167,12 +167,12 @@ def without_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Ten
 def test_a_refused_site_stays_float_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = Attention(spell=without_mask)
     source = capture(model)
-    with caplog.at_level(logging.WARNING, "kivi_ops.export"):
+    with caplog.at_level(logging.WARNING, "kivi_ops.passes"):
         program = rewrite(source, CONFIG)
     assert "has no mask" in caplog.text and len(last_report().refused) == 1
     calls = [3, 1, 1]
     assert_same(run(program.module(), calls), run(capture(Attention(spell=without_mask)).module(), calls))
-    with pytest.raises(ValueError, match="(?s)strict is True.*has no mask"):
+    with pytest.raises(RuntimeError, match="(?s)'strict' is True.*has no mask"):
         rewrite(capture(Attention(spell=without_mask)), CONFIG, strict=True)
 
 
