@@ -69,7 +69,8 @@ class _Steps:
     """``export_model``'s progress as steps of a :class:`Progress`: the next begins where one is announced."""
 
     def __init__(self, progress: Any) -> None:
-        self.progress, self.open = progress, None
+        self.progress: Any = progress
+        self.open: Any = None
 
     def __enter__(self) -> _Steps:
         return self

@@ -111,7 +111,7 @@ class CompiledModel(Session):
             raise ValueError(
                 f"the package holds no weights, and {missing[0]!r} is not given; allowed: weights=, by their names in the program"
             )
-        device = torch.device(head["device"], torch.cuda.current_device() if head["device"] == "cuda" else None)
+        device = torch.device("cuda", torch.cuda.current_device()) if head["device"] == "cuda" else torch.device("cpu")
         state = {name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device) for name, (dtype, shape) in head["state"].items()}
         for runner in runners.values():
             wanted = set(runner.get_constant_fqns())
