@@ -73,7 +73,8 @@ def attention(
     weights = torch.exp(scores - torch.where(largest == -torch.inf, 0.0, largest)).flatten(2, 3)
     total = weights.sum(-1, keepdim=True)
     output = torch.where(total == 0, 0.0, weights @ values / total)
-    output = output.unflatten(2, (query_heads // heads, new_tokens)).flatten(1, 2)
+    output = output.unflatten(2, (query_heads // heads, new_tokens))
+    output = torch.cat(output.unbind(1), 1)  # a view of two dimensions as one would ask how many the new tokens are
     past_capacity = (start + new_tokens > capacity)[:, None, None, None]
     return torch.where(past_capacity, math.nan, output).to(query.dtype)
 

@@ -106,3 +106,32 @@ def test_values_that_are_not_finite_are_shown() -> None:
     _append_both(states, key, value, torch.tensor(0), None)
     for name in ("key_records", "value_records"):
         assert torch.equal(getattr(states[1], name), getattr(states[0], name))
+
+
+class Step(torch.nn.Module):
+    """Attention and append over a state of its own."""
+
+    def __init__(self, config: KiviConfig) -> None:
+        super().__init__()
+        self.held = KiviState.allocate(config, 2, 2, 96, 32, 32, torch.float32)
+        for name, tensor in self.held.tensors().items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, query, key, value, start):
+        state = [getattr(self, name) for name in self.held.tensors()]
+        config = self.held.config
+        output = plain.attention(
+            query, key, value, *state[:-1], start, is_causal=True, **config.read_kwargs(96, torch.float32), seal=config.seal
+        )
+        plain.append(key, value, *state, start, None, **config.op_kwargs(96, torch.float32))
+        return output
+
+
+def test_nothing_asks_how_many_the_new_tokens_are() -> None:
+    """A compiler would take the answer for granted, and the package be wrong for other lengths (seen in torch 2.11 and 2.13)."""
+    size = torch.export.Dim("tokens", min=1, max=96)
+    inputs = [random_tokens(2, heads, 7, 32) for heads in (4, 2, 2)]
+    program = torch.export.export(
+        Step(KiviConfig(group_size=8, residual_length=16)), (*inputs, torch.tensor(0)), dynamic_shapes=({2: size},) * 3 + (None,)
+    )
+    assert len(program.range_constraints) == 1
