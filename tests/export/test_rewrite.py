@@ -181,3 +181,23 @@ def test_a_rewritten_program_can_be_rewritten_again() -> None:
     program = rewrite(rewrite(capture(model), CONFIG), CONFIG)
     calls = [7, 1, 1]
     assert_same(run(program.module(), calls), run(over_state(model), calls))
+
+
+class ToldColumns(Attention):
+    """Writes its tokens to columns that an input names one by one, as ``input_pos`` does."""
+
+    def forward(self, x: Tensor, mask: Tensor, columns: Tensor) -> Tensor:
+        query, key, value = self.project(x)
+        self.k_cache[:, :, columns] = key
+        self.v_cache[:, :, columns] = value
+        return self.merge(sdpa(query, self.k_cache, self.v_cache, mask))
+
+
+def test_columns_that_nothing_shows_to_be_consecutive_are_refused_unless_there_is_one() -> None:
+    several = torch.export.export(ToldColumns(), (*inputs(0, 3), torch.arange(3)))
+    with pytest.raises(ValueError, match="cannot check that they follow one another; allowed: columns such as arange"):
+        rewrite(several, CONFIG)
+    one = rewrite(torch.export.export(ToldColumns(), (*inputs(0, 1), torch.arange(1))), CONFIG, strict=True)
+    calls = [1] * (2 * R + 3)
+    step = one.module()
+    assert_same(run(lambda x, mask, start: step(x, mask, start[None]), calls), run(over_state(Attention()), calls))
