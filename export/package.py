@@ -71,7 +71,7 @@ def compile_package(
         progress(f"compiling the {name} program" if len(model.programs) > 1 else "compiling the program")
         args, kwargs = program.example_inputs  # type: ignore[misc]
         with torch.no_grad(), _taking_apart(), cache_config.patch(cache_key_tag=tag):
-            files[name] = torch._inductor.aot_compile(program.module(check_guards=False), args, kwargs, options=options)
+            files[name] = torch._inductor.aot_compile(_without_lengths(program, model.capacity), args, kwargs, options=options)
     first = next(iter(model.programs.values()))
     head = {
         "format": FORMAT,
@@ -145,6 +145,29 @@ class CompiledModel(Session):
             raise ValueError(f"{path} was compiled for cuda, and this torch finds no such device; allowed: a machine that has one")
         runners = archive.load_pt2(path).aoti_runners
         return cls({name: runners[name] for name in head["programs"]}, head, texts, weights)
+
+
+def _without_lengths(program: ExportedProgram, capacity: int) -> Any:
+    """The program as a module in which no position is checked by the states' lengths: the callers of a package count.
+
+    AOTInductor takes the value of a 0-d buffer for a constant, though the program changes it (seen in torch 2.11 to 2.14): every call but
+    the first would seem to begin beyond what is held.
+    """
+    module: Any = program.module(check_guards=False)
+    for node in list(module.graph.find_nodes(op="call_function", target=torch.ops.aten.amin.default)):
+        stack = node.args[0]
+        lengths = stack.args[0] if stack.target == torch.ops.aten.stack.default else ()
+        if lengths and all(length.op == "get_attr" and str(length.target).endswith(".length") for length in lengths):
+            with module.graph.inserting_before(node):
+                held = module.graph.call_function(
+                    torch.ops.aten.full.default, ([], capacity), {"dtype": torch.int64, "device": node.meta["val"].device}
+                )
+            held.meta = dict(node.meta)
+            node.replace_all_uses_with(held)
+            module.graph.erase_node(node)
+            module.graph.erase_node(stack)
+    module.recompile()
+    return module
 
 
 def _check(name: str, program: ExportedProgram) -> None:
