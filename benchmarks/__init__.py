@@ -17,6 +17,7 @@ BENCHMARKS = {
     "append": "writing a decode step's tokens, sealing what is due, and quantising a prompt",
     "prefill": "attention of a prompt, and of a chunk over a long history, against float attention",
     "decode_step": "a whole model's decode step: tokens/s, peak memory, the largest batch that fits",
+    "aoti": "a decode step in a package of AOTInductor against the compiled model",
     "serving": "the paper's claim: batch and tokens/s when memory is full",
     "compile_time": "the pass' share of the time that compiling a 32-layer model takes",
 }

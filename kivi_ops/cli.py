@@ -25,6 +25,14 @@ examples:
   kivi-ops demo --model ./my-model --device cuda --dtype bfloat16
   kivi-ops demo --no-compile --perplexity-tokens 512    a quick look
 """
+_EXPORT = """\
+Write a causal language model of transformers to one .pt2 file, with an empty quantised cache of a fixed size
+inside. The file runs without transformers: kivi-ops run FILE, or kivi_ops.export.ExportedModel.load(FILE).
+"""
+_RUN = """\
+Answer a prompt with an exported model. Text goes to stdout as it is made, progress and speed to stderr. A model
+that was exported with a batch size of B takes B prompts.
+"""
 
 
 def bits(text: str) -> tuple[int, int]:
@@ -66,6 +74,8 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--list", action="store_true", help="name the benchmarks and exit")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, metavar="NAME [options]", help="a benchmark, and what it takes")
+    _add_export(commands)
+    _add_run(commands)
     demo = commands.add_parser(
         "demo",
         help="a real language model over a float cache and over KIVI caches, side by side",
@@ -100,6 +110,49 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a language model with its quantised cache to one file",
+        description=_EXPORT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = export.add_argument
+    add("model", metavar="MODEL", help="a local folder, a hub name, or SmolLM2-135M-Instruct for the bundled one")
+    add("file", metavar="FILE", help="where it goes, ending in .pt2")
+    add("--bits", type=bits, default=(2, 2), metavar="BITS", help="2, 4, 8 or a mix such as k4v2 (default: 2)")
+    add("--group-size", type=int, default=32, metavar="G", help="elements that share one scale (default: %(default)s)")
+    add("--residual-length", type=int, default=128, metavar="R", help="recent tokens kept in float (default: %(default)s)")
+    add(
+        "--seal",
+        choices=("after_attention", "before_attention"),
+        default="after_attention",
+        help="order inside a step (default: %(default)s)",
+    )
+    add("--batch-size", type=_at_least(1), default=1, metavar="B", help="rows of every call (default: %(default)s)")
+    add("--max-cache-len", type=_at_least(1), default=2048, metavar="C", help="tokens that the cache holds (default: %(default)s)")
+    add("--separate-decode", action="store_true", help="a second program for single tokens, which compilers make more of")
+    add("--device", help="cpu, cuda, cuda:1, ...: where the file will run (default: cuda where there is one)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of model and cache (default: float32 on a CPU, else bfloat16)")
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    run = commands.add_parser(
+        "run",
+        help="generate text with an exported model",
+        description=_RUN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = run.add_argument
+    add("file", metavar="FILE", help="what kivi-ops export wrote")
+    add("--prompt", nargs="+", required=True, help="what to answer; in the model's chat format if it has one")
+    add("--raw", action="store_true", help="go on with the prompt as it stands, without the chat format")
+    add("--new-tokens", type=_at_least(1), default=128, metavar="N", help="tokens to generate at most (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the draws at other temperatures (default: %(default)s)")
+    add("--state", metavar="FILE", help="go on with the conversation in this file if it exists, and save it there")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; ``arguments`` as in ``sys.argv[1:]``. Returns the exit code."""
     root = parser()
@@ -123,6 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return benchmarks.main(options.arguments)
             print(benchmarks.listing())
             return 0 if options.list else 2
+        elif options.command in ("export", "run"):
+            from kivi_ops.export import commands
+
+            {"export": commands.export, "run": commands.run}[options.command](options)
         else:
             from kivi_ops import demo
 

@@ -288,3 +288,56 @@ def test_sample_text_is_the_one_whose_perplexities_are_known() -> None:
     text = sample_text()
     assert len(text) == 35_000
     assert text.startswith(" attribute: if the right-hand side expression\n  refers to a class attribute")
+
+
+# -------------------------------------------------------------------------------------------------------- export and run
+
+
+@pytest.fixture(scope="module")
+def exported_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exported") / "tiny.pt2"
+    result = run("export", str(tiny_model), str(path), "--residual-length", "32", "--max-cache-len", "512", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"tiny.pt2: [\d.]+ MiB, of which [\d.]+ MiB are the empty cache of 1 x 512 tokens", result.stdout)
+    assert [line.partition(" (")[0] for line in result.stderr.splitlines() if line.startswith("[")] == [
+        f"[1/4] loading {tiny_model}",
+        "[2/4] tracing the program",
+        "[3/4] rewriting the program",
+        f"[4/4] writing {path}",
+    ]
+    return path
+
+
+def test_an_exported_model_answers_without_transformers(exported_model: Path, tiny_model: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    state = str(tmp_path / "state.pt")
+    first = run("run", str(exported_model), "--prompt", PROMPT, "--new-tokens", "20", "--state", state, code=without("transformers"))
+    assert first.returncode == 0, first.stderr
+    assert re.search(r"20 tokens, [\d.]+ tokens/s; 260 of 512 held in [\d.]+ MiB", first.stderr)
+    second = run("run", str(exported_model), "--prompt", " More.", "--new-tokens", "5", "--state", state, code=without("transformers"))
+    assert second.returncode == 0 and "reading 6 tokens of prompt after 260 held" in second.stderr
+
+    from kivi_ops import KiviCache, KiviConfig
+    from kivi_ops.demo import generate
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    tokens = generate(model, ids, KiviCache(model.config, 512, KiviConfig(residual_length=32)), 20).tokens
+    assert first.stdout.rstrip("\n") == tokenizer.decode(tokens).rstrip("\n")
+
+
+def test_export_and_run_say_what_is_wrong(
+    exported_model: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["export", str(tiny_model), str(tmp_path / "out.bin")], "allowed: a name that ends in .pt2"),
+        (["export", str(tiny_model), str(tmp_path / "out.pt2"), "--max-cache-len", "2048"], "--max-cache-len is 2048; allowed: up to 1024"),
+        (["export", str(tmp_path / "nowhere"), str(tmp_path / "out.pt2")], "not a folder or hub name"),
+        (["run", str(tmp_path / "nowhere.pt2"), "--prompt", "x"], "no such file"),
+        (["run", str(exported_model), "--prompt", "one", "two"], "2 prompts were given; allowed: 1"),
+        (["run", str(exported_model), "--prompt", ""], "--prompt is empty"),
+        (["run", str(exported_model), "--prompt", "x" * 512], "the prompt has 512 tokens and 0 are held; allowed: fewer than 512"),
+    ):
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err
