@@ -268,10 +268,11 @@ def append(
         if value_begin < value_end:
             floats = _read(value_records[b], value_layout, value_window[b], value[b], value_begin, first, value_begin, value_end)
             _seal(value_records[b], value_layout, value_begin, floats)
+        # Records, boundaries, windows, length: whoever is interrupted in between leaves what a rollback to the old length would.
+        sealed[b, 0], sealed[b, 1] = key_end, value_end
         written = torch.arange(max(held, tokens - window_rows), tokens)
         for window, new in ((key_window[b], key[b]), (value_window[b], value[b])):
             window[:, written % window_rows] = new[:, written - first]
-        sealed[b, 0], sealed[b, 1] = key_end, value_end
         longest = max(longest, row.start + new_tokens)
     length.fill_(longest)
 

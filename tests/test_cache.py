@@ -556,8 +556,6 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         ValueError,
         "head_dim has 1 entries",
     ),
-    "offload": (lambda c: KiviCache(c, 8).offload(0), NotImplementedError, "does not offload"),
-    "prefetch": (lambda c: KiviCache(c, 8).prefetch(0), NotImplementedError, "does not offload"),
 }
 
 
