@@ -25,6 +25,8 @@ from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    DynamicCache,
+    EncoderDecoderCache,
     get_layer_types_and_kwargs,
 )
 from transformers.utils.generic import is_flash_attention_requested
@@ -53,6 +55,7 @@ class _Shared:
     ``config``, ``capacity``: of all states, those to come too.
     ``counts``: int [B], the left padding that a state allocated now starts with. ``explicit``: the user gave it, so no mask may change it.
     ``layers``: those that hold Keys and Values, in order. ``drafting``: rollbacks are to be expected (assisted decoding).
+    ``may_be_padded``: rows of unknown padding are worth a warning.
     ``broken``: why some of the layers are in another state than the rest, until :meth:`KiviCache.reset`.
     """
 
@@ -62,6 +65,7 @@ class _Shared:
     explicit: bool = False
     layers: list[KiviLayer] = field(default_factory=list, repr=False)
     drafting: bool = False
+    may_be_padded: bool = True
     broken: str | None = None
 
     def lengths(self) -> list[int]:
@@ -188,7 +192,7 @@ class KiviLayer(CacheLayerMixin, nn.Module):
             )
         rows, heads, _, key_dim = key_states.shape
         counts = self._shared.counts
-        if counts is None and rows > 1 and self.is_first:
+        if counts is None and rows > 1 and self.is_first and self._shared.may_be_padded:
             warnings.warn(
                 f"KiviCache is not told the attention mask and takes its {rows} rows as unpadded. If they are left-padded, pads are "
                 "quantised as tokens: use KiviCache.for_model(model, ...) or left_padding= (zeros say that there is none).",
@@ -248,11 +252,20 @@ class KiviLayer(CacheLayerMixin, nn.Module):
             RuntimeError: no state yet while a graph is traced.
         """
         self.check_room(key_states.shape[0], key_states.shape[2])
+        key_states, value_states = self._in_one_dtype(key_states, value_states)
         if self.state is None:
             self.lazy_initialization(key_states, value_states)
         assert self.state is not None
         # A copy: the operator advances `length`, and with seal="before_attention" attention would see the advanced value.
         return self.state.update(key_states, value_states, self.state.length.clone())
+
+    def _in_one_dtype(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Under autocast Keys may come rotated in float32 and Values in autocast's dtype, in which attention is going to read both."""
+        kind = key.device.type
+        if not torch.is_autocast_enabled(kind):
+            return key, value
+        dtype = torch.get_autocast_dtype(kind) if self.state is None else self.state.dtype
+        return key.to(dtype), value.to(dtype)
 
     def check_room(self, rows: int, new_tokens: int) -> None:
         """Raise if a call of ``rows`` x ``new_tokens`` does not fit, as far as the host can tell."""
@@ -418,7 +431,7 @@ class KiviCache(Cache):
     cannot be noticed. Right results need the model's own mask in every case.
 
     Layers that only hold linear-attention states, or nothing, are transformers' own. Flash attention is refused, as it would attend to
-    unwritten columns. Do not use it for cross-attention.
+    unwritten columns. An encoder-decoder takes :meth:`for_encoder_decoder`.
 
     Args:
         model_config: the model's config (a composite one's text part counts).
@@ -429,6 +442,8 @@ class KiviCache(Cache):
     Raises:
         ValueError, TypeError: an argument that is not allowed; a layer type without a cache here.
     """
+
+    _is_self_attention = False
 
     def __init__(
         self,
@@ -441,20 +456,27 @@ class KiviCache(Cache):
         if not isinstance(config, KiviConfig):
             raise TypeError(f"config is a {type(config).__name__}; allowed: a KiviConfig (the model's config is the first argument)")
         _check_capacity(max_cache_len)
-        if getattr(model_config, "is_encoder_decoder", False):
-            raise ValueError(f"KiviCache is for decoder-only models; {model_config.model_type!r} is an encoder-decoder")
-        text_config = model_config.get_text_config(decoder=True)
+        if getattr(model_config, "is_encoder_decoder", False) and not self._is_self_attention:
+            raise ValueError(
+                f"{model_config.model_type!r} is an encoder-decoder, whose cross-attention needs a cache of its own; allowed: "
+                "KiviCache.for_encoder_decoder(...)"
+            )
+        text_config = self._decoder_config(model_config)
         if is_flash_attention_requested(text_config):
             raise ValueError(
                 f"attn_implementation is {text_config._attn_implementation!r}; allowed with KiviCache: one that takes a mask, such as "
                 "'sdpa' or 'eager', since unwritten columns must be hidden"
             )
-        self._shared = _Shared(config, max_cache_len)
+        self._shared = _Shared(config, max_cache_len, may_be_padded=not self._is_self_attention)
         self._attachment: _Attachment | None = None
         self._warned_of_mask = False
         super().__init__(layers=_make_layers(text_config, max_cache_len, config, self._shared))
         if left_padding is not None:
             self.set_left_padding(left_padding)
+
+    @staticmethod
+    def _decoder_config(model_config: Any) -> Any:
+        return model_config.get_text_config(decoder=True)
 
     @classmethod
     def for_model(cls, model: transformers.PreTrainedModel, max_cache_len: int = 4096, config: KiviConfig | None = None) -> KiviCache:
@@ -468,6 +490,22 @@ class KiviCache(Cache):
         cache = cls(model.config, max_cache_len, config)
         cache._attachment = _Attachment.of(model)
         return cache
+
+    @classmethod
+    def for_encoder_decoder(
+        cls,
+        model_config: transformers.PreTrainedConfig,
+        max_cache_len: int = 4096,
+        config: KiviConfig | None = None,
+        left_padding: Tensor | Sequence[int] | None = None,
+    ) -> EncoderDecoderCache:
+        """A cache for an encoder-decoder: the decoder's self-attention in a ``KiviCache`` (``.self_attention_cache``).
+
+        Cross-attention stays float in a ``DynamicCache``: its Keys and Values are written once, and no token is ever appended to them.
+        Without ``left_padding`` the decoder's rows are taken as unpadded, as ``generate`` starts them.
+        """
+        cache = _SelfAttentionCache(model_config, max_cache_len, config, left_padding)
+        return EncoderDecoderCache(cache, DynamicCache())
 
     def detach(self) -> None:
         """Stop reading the model's masks; what was learnt stays."""
@@ -811,6 +849,21 @@ class KiviCache(Cache):
             return  # no row is empty: an eager decode step costs a read here, not an operator per layer
         for layer in self._kivi_layers():
             layer.observe_padding(attention_mask, new_tokens)
+
+
+class _SelfAttentionCache(KiviCache):
+    """The decoder's half of :meth:`KiviCache.for_encoder_decoder`."""
+
+    _is_self_attention = True
+
+    @staticmethod
+    def _decoder_config(model_config: Any) -> Any:
+        config = model_config.get_text_config(decoder=True)
+        layers = getattr(model_config, "num_decoder_layers", None)  # T5's own name for it; it may differ from the encoder's
+        if layers is not None and layers != config.num_hidden_layers:
+            config = copy.deepcopy(config)
+            config.num_hidden_layers = layers
+        return config
 
 
 def _check_capacity(max_cache_len: Any) -> None:

@@ -134,6 +134,7 @@ def _read(
 # ------------------------------------------------------------------------------------------------------- operators
 
 
+@torch.autocast("cpu", enabled=False)  # float32 inside, whatever the model around it runs in
 def attention(
     query: Tensor,
     key: Tensor,

@@ -535,7 +535,7 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         ValueError,
         "unwritten columns must be hidden",
     ),
-    "encoder and decoder": (lambda c: KiviCache(transformers.T5Config(), 8), ValueError, "'t5' is an encoder-decoder"),
+    "encoder and decoder": (lambda c: KiviCache(transformers.T5Config(), 8), ValueError, "'t5' is an encoder-decoder.*for_encoder_decoder"),
     "hybrid layers": (
         lambda c: KiviCache(transformers.LlamaConfig(**TINY, layer_types=["full_attention", "hybrid"]), 8),
         ValueError,

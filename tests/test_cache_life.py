@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_rows, random_tokens, valid_rows
+from helpers import assert_close, assert_same_rows, random_tokens, valid_rows
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import transformers
 from test_cache import CAPACITY, FLOAT, SEALING, addresses, assert_unchanged, generate, ids, logits, model, snapshot, states
+from transformers import DynamicCache, EncoderDecoderCache
 
 from kivi_ops import KiviCache, KiviConfig, KiviState
 
@@ -381,3 +385,128 @@ def test_running_out_of_device_memory_leaves_the_model_and_the_cache_usable() ->
         generate(net, tokens, huge)
     huge.resize(CAPACITY)
     assert torch.equal(generate(net, tokens, huge), expected)
+
+
+# --------------------------------------------------------------------------------------------------- kinds of models and modes
+
+
+ENCODER_DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bart": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 3,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 4,
+            "max_position_embeddings": 128,
+            "init_std": 0.2,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "forced_eos_token_id": None,
+            "decoder_start_token_id": 1,
+        },
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 32,
+            "num_layers": 1,
+            "num_decoder_layers": 3,
+            "num_heads": 2,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+            "initializer_factor": 3.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_an_encoder_decoder_equals_its_float_cache(name: str, beams: int) -> None:
+    config_class, model_class, arguments = ENCODER_DECODERS[name]
+    torch.manual_seed(0)
+    net = getattr(transformers, model_class)(getattr(transformers, config_class)(**arguments)).eval()
+    cache = KiviCache.for_encoder_decoder(net.config, CAPACITY, FLOAT)
+    source, mask = ids(2, 11), torch.ones(2, 11, dtype=torch.int64)
+    mask[1, 7:] = 0
+    settings = {"new": 20, "min_new_tokens": 20, "num_beams": beams, "attention_mask": mask}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        dense = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        assert torch.equal(generate(net, source, cache, **settings), generate(net, source, dense, **settings))
+    assert len(states(cache.self_attention_cache)) == 3 and cache.self_attention_cache.tokens_held() == 20
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-eager", "sliding-and-full", "key-24-value-12", "conv-and-full", "shared-kv"])
+def test_under_autocast_it_equals_a_float_cache(name: str) -> None:
+    net = model(name)
+    cache, dense = KiviCache(net.config, CAPACITY, FLOAT), DynamicCache(config=net.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        for step, chunk in enumerate(ids(1, 30).split([20, 1, 9], dim=1)):
+            assert_close(f"step {step}", logits(net, chunk, cache), logits(net, chunk, dense), 0.01)
+    assert states(cache)[0].dtype == torch.bfloat16
+    logits(net.to(torch.float32), ids(1, 2), KiviCache(net.config, CAPACITY, FLOAT))
+
+
+def test_a_float32_cache_stays_float32_under_autocast() -> None:
+    net, cache = model(), KiviCache(model().config, CAPACITY, SEALING)
+    logits(net, ids(1, 20), cache)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits(net, ids(1, 20), cache)
+    assert states(cache)[0].dtype == torch.float32 and cache.tokens_held() == 40
+
+
+def test_attention_under_autocast_computes_in_float32() -> None:
+    state = state_of(KiviConfig(group_size=8, residual_length=16), 64, 40)
+    query, key, value = random_tokens(2, 4, 3, 16), random_tokens(2, 2, 3, 16), random_tokens(2, 2, 3, 12)
+    expected = state.attention(query, key, value, state.length.clone())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(state.attention(query, key, value, state.length.clone()), expected)
+
+
+def test_rows_that_move_in_inference_mode_can_be_written_outside_of_it() -> None:
+    net, cache = model(), KiviCache(model().config, CAPACITY, SEALING, left_padding=[0, 0])
+    with torch.inference_mode():
+        logits(net, ids(2, 20), cache)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+        cache.batch_select_indices([0, 3])
+        cache.resize(200)
+        cache.load_state_dict(cache.state_dict())
+        cache.activate_past_recording()
+    logits(net, ids(2, 20), cache)
+    cache.crop(-3)
+    assert cache.tokens_held() == 37 and not any(tensor.is_inference() for tensor in states(cache)[0].tensors().values())
+
+
+def test_threads_with_a_cache_each_share_a_model() -> None:
+    net = model.__wrapped__()
+    prompts = [ids(1, 9 + n, seed=n) for n in range(6)]
+    expected = [generate(net, prompt, KiviCache(net.config, CAPACITY, SEALING)) for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda prompt: generate(net, prompt, KiviCache.for_model(net, CAPACITY, SEALING)), prompts))
+    for answer, alone in zip(found, expected, strict=True):
+        assert torch.equal(answer, alone)
+
+
+def test_caches_of_two_models_in_turn() -> None:
+    nets = [model("llama"), model("sliding-and-full")]
+    alone = [generate(net, ids(1, 9), KiviCache(net.config, CAPACITY, SEALING)) for net in nets]
+    caches = [KiviCache.for_model(net, CAPACITY, SEALING) for net in nets]
+    answers = [ids(1, 9), ids(1, 9)]
+    for _ in range(24):
+        answers = [generate(net, answer, cache, new=1) for net, answer, cache in zip(nets, answers, caches, strict=True)]
+    for answer, expected in zip(answers, alone, strict=True):
+        assert torch.equal(answer, expected)
