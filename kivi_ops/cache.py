@@ -32,6 +32,7 @@ from transformers.cache_utils import (
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from kivi_ops import attention
 from kivi_ops.config import KiviConfig
 from kivi_ops.kernels import layout
 from kivi_ops.state import KiviState
@@ -56,6 +57,7 @@ class _Shared:
     ``counts``: int [B], the left padding that a state allocated now starts with. ``explicit``: the user gave it, so no mask may change it.
     ``layers``: those that hold Keys and Values, in order. ``drafting``: rollbacks are to be expected (assisted decoding).
     ``may_be_padded``: rows of unknown padding are worth a warning.
+    ``attention_name``: the model's attention implementation, which may change at any time.
     ``broken``: why some of the layers are in another state than the rest, until :meth:`KiviCache.reset`.
     """
 
@@ -66,6 +68,7 @@ class _Shared:
     layers: list[KiviLayer] = field(default_factory=list, repr=False)
     drafting: bool = False
     may_be_padded: bool = True
+    attention_name: Callable[[], str | None] = lambda: None
     broken: str | None = None
 
     def lengths(self) -> list[int]:
@@ -245,7 +248,8 @@ class KiviLayer(CacheLayerMixin, nn.Module):
         """Append Keys [B, H, S, D_k] and Values [B, H, S, D_v]; return what this step's attention may see (``kivi::update``).
 
         Returns:
-            Float [B, H, C, D_k] and [B, H, C, D_v] in the padded frame.
+            Float [B, H, C, D_k] and [B, H, C, D_v] in the padded frame. For a model whose attention is ``"kivi"``, eagerly, the new Keys
+            and Values themselves, which that attention appends.
 
         Raises:
             ValueError: another number of rows than the state's, or tokens past the capacity where the length can be read.
@@ -256,6 +260,8 @@ class KiviLayer(CacheLayerMixin, nn.Module):
         if self.state is None:
             self.lazy_initialization(key_states, value_states)
         assert self.state is not None
+        if self._shared.attention_name() == attention.NAME and not torch.compiler.is_compiling() and not is_tracing(key_states):
+            return attention.expect(self.state, key_states, value_states, self.index)
         # A copy: the operator advances `length`, and with seal="before_attention" attention would see the advanced value.
         return self.state.update(key_states, value_states, self.state.length.clone())
 
@@ -467,7 +473,16 @@ class KiviCache(Cache):
                 f"attn_implementation is {text_config._attn_implementation!r}; allowed with KiviCache: one that takes a mask, such as "
                 "'sdpa' or 'eager', since unwritten columns must be hidden"
             )
-        self._shared = _Shared(config, max_cache_len, may_be_padded=not self._is_self_attention)
+        watched = model_config if self._is_self_attention else text_config  # of an encoder-decoder, text_config is a copy
+        self._shared = _Shared(
+            config,
+            max_cache_len,
+            may_be_padded=not self._is_self_attention,
+            attention_name=lambda: getattr(watched, "_attn_implementation", None),
+        )
+        if getattr(text_config, "kv_lora_rank", None) is not None:
+            # What is cached is not what attention reads: latents, or Keys in parts.
+            self._shared.attention_name = lambda: None
         self._attachment: _Attachment | None = None
         self._warned_of_mask = False
         super().__init__(layers=_make_layers(text_config, max_cache_len, config, self._shared))
