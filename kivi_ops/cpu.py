@@ -104,7 +104,7 @@ def _rows(position: Tensor, left_padding: Tensor, sealed: Tensor) -> Iterator[_R
     starts = row_starts(position, left_padding.shape[0]).tolist()
     for index, row in enumerate(zip(starts, left_padding.tolist(), sealed.tolist(), strict=True)):
         start, padding, (key, value) = row
-        yield _Row(index, start, padding, (key, value))
+        yield _Row(index, start, max(0, padding), (max(0, key), max(0, value)))  # whatever a caller put there
 
 
 def _visible_boundaries(row: _Row, seal: str) -> tuple[int, int]:
