@@ -510,3 +510,49 @@ def test_caches_of_two_models_in_turn() -> None:
         answers = [generate(net, answer, cache, new=1) for net, answer, cache in zip(nets, answers, caches, strict=True)]
     for answer, expected in zip(answers, alone, strict=True):
         assert torch.equal(answer, expected)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_huge_key_biases_cost_nothing(bits: int) -> None:
+    """Qwen2's trait: several hundred in two channels of the first and last layer. Grids per channel with minima of their own bear it."""
+
+    def loss(bias: float) -> float:
+        net = model.__wrapped__("qwen2")
+        for layer in (net.model.layers[0], net.model.layers[-1]):
+            layer.self_attn.k_proj.bias[7] += bias  # channels that rotary embeddings turn slowest, or the bias would be no constant
+            layer.self_attn.k_proj.bias[16 + 15] -= bias
+        errors = []
+        for seed in range(4):
+            caches = [KiviCache(net.config, CAPACITY, KiviConfig(bits, bits, 8, 16)), DynamicCache(config=net.config)]
+            chunks = ids(1, 70, seed=seed).split([40] + [1] * 30, dim=1)
+            actual, expected = (torch.cat([logits(net, chunk, cache) for chunk in chunks], 1) for cache in caches)
+            errors.append(float((actual - expected).norm() / expected.norm()))
+        return sum(errors) / len(errors)
+
+    assert loss(600.0) < 1.15 * loss(0.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_records_of_more_than_2_to_the_31_elements(device: str) -> None:
+    """Tokens at the end of a huge row go where those of a small one go. Nothing but what is written is ever touched, so no memory is."""
+    config, padding = KiviConfig(8, 8, group_size=8, residual_length=16, metadata_dtype=torch.float16), torch.tensor([0])
+    capacity = 2**31 // 6 + 4096
+    start = (capacity - 64) // 16 * 16
+    far, near = KiviState.allocate(config, 1, 1, capacity, 8, 8, torch.float32, "meta"), 64
+    huge = KiviState(config, capacity, **{name: torch.empty_like(tensor, device=device) for name, tensor in far.tensors().items()})
+    small = KiviState.allocate(config, 1, 1, 128, 8, 8, torch.float32, device)
+    assert huge.key_records.numel() > 2**31
+    key, value = random_tokens(1, 1, 40, 8, seed=1, device=device), random_tokens(1, 1, 40, 8, seed=2, device=device)
+    for state, position in ((huge, start), (small, near)):
+        state.left_padding.copy_(padding)
+        state.sealed.copy_(torch.tensor([[position, position - 16]]))
+        state.key_window.zero_()
+        state.value_window.zero_()
+        state.append(key, value, torch.tensor(position, device=device))
+    assert huge.sealed.tolist() == [[start + 32, start + 24]] and small.sealed.tolist() == [[near + 32, near + 24]]
+    for name, first, records in (("key_records", 0, 2), ("value_records", -1, 2)):  # whole ones
+        found, expected = (
+            getattr(state, name)[:, :, position // 16 + first :][:, :, :records] for state, position in ((huge, start), (small, near))
+        )
+        assert torch.equal(found, expected) and expected.any()
+    assert torch.equal(huge.key_window, small.key_window) and int(huge.length) == start + 40
