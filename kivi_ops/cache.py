@@ -428,9 +428,11 @@ def _refuse_allocation(index: int) -> None:
 class KiviCache(Cache):
     """A cache for ``model.generate(..., past_key_values=cache)`` (newer: ``cache=cache``) and for a model's own forward.
 
-    Eager, or compiled: ``update`` is then one ``kivi::update`` node a layer, which ``backend="kivi"`` turns into attention over the
-    quantised state and which any other backend runs as it is. State is allocated at the first eager forward (``generate`` prefills
-    eagerly) or by :meth:`early_initialization`, never in a graph. It has no backward: run it under ``torch.no_grad()``.
+    Eager: after ``model.set_attn_implementation("kivi")`` attention reads the quantised state (:mod:`kivi_ops.attention`), with any
+    other a float copy of one layer at a time. Compiled: ``update`` is one ``kivi::update`` node a layer, which ``backend="kivi"`` turns
+    into attention over the quantised state and which any other backend runs as it is. State is allocated at the first eager forward
+    (``generate`` prefills eagerly) or by :meth:`early_initialization`, never in a graph. It has no backward: run it under
+    ``torch.no_grad()``.
 
     Left padding must be known, for pads are no tokens (contract section 2), and a cache is not told the mask: give ``left_padding=``
     or make the cache by :meth:`for_model`. Otherwise more than one row is warned about once, as it may be padded; a single padded row
