@@ -4,7 +4,7 @@
 on as they are, with a mark that names the state, and attention here meets that state: no float copy of the cache is ever made. Without
 such a mark (no cache, another cache, a graph being traced, where ``kivi::update`` stays for the backend) it is transformers' own float
 attention. What the operator cannot do (attention sinks, position biases, dropout) runs over the float view of ``kivi::update``, with a
-warning that says why.
+warning that says why. ``generate`` does not compile a model whose attention it is; for ``backend="kivi"`` keep ``"sdpa"``.
 
 Must not know how a cache counts, checks or pads.
 """

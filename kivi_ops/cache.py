@@ -146,7 +146,6 @@ class KiviLayer(CacheLayerMixin, nn.Module):
             each read waits for the device; on a CPU all do.
     """
 
-    is_compileable = True
     is_sliding = False
 
     def __init__(
@@ -166,6 +165,11 @@ class KiviLayer(CacheLayerMixin, nn.Module):
         self.state: KiviState | None = None
         self._shared = _Shared(config, max_cache_len) if shared is None else shared
         self._shared.layers.append(self)
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]  # a class attribute there
+        """Whether ``generate`` may compile its decode steps: not with attention that meets the state eagerly."""
+        return self._shared.attention_name() != attention.NAME
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # a class attribute there

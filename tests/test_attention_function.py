@@ -13,7 +13,7 @@ from helpers import assert_close
 
 pytest.importorskip("transformers")
 
-from test_cache import CAPACITY, EIGHT_BITS, FLOAT, MODELS, TINY, generate, ids, logits, padded, snapshot, states
+from test_cache import CAPACITY, EIGHT_BITS, FLOAT, MODELS, TINY, compiled_on_cpu, generate, ids, logits, padded, snapshot, states
 from test_cache import model as plain_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -162,6 +162,22 @@ def test_a_compiled_step_keeps_update_for_the_backend() -> None:
     assert len(graphs) == 1
     assert sum(node.target in (torch.ops.kivi.update, torch.ops.kivi.update.default) for node in graphs[0].graph.nodes) == 2
     torch._dynamo.reset()
+
+
+def test_generate_stays_eager() -> None:
+    """On a GPU it would compile by itself, by another backend, which knows only the float copy."""
+    net = model("llama")
+    cache = KiviCache(net.config, CAPACITY, EIGHT_BITS)
+    assert not cache.is_compileable
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("compiled")
+
+    with Operators() as operators:
+        generate(net, ids(1, 9), cache, new=30, compile_config=compiled_on_cpu(never))
+    assert operators.calls["attention"] == 2 * 30 and not operators.calls["update"]
+    net.set_attn_implementation("sdpa")
+    assert cache.is_compileable
 
 
 def test_keys_that_are_changed_on_their_way_are_an_error() -> None:
