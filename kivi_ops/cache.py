@@ -6,11 +6,13 @@ allocates, counts, checks what the host can know, and learns left padding. Must 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,17 +20,21 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
+    DynamicCache,
+    EncoderDecoderCache,
     get_layer_types_and_kwargs,
 )
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from kivi_ops import attention
 from kivi_ops.config import KiviConfig
+from kivi_ops.kernels import layout
 from kivi_ops.state import KiviState
 
 KIVI_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -37,15 +43,88 @@ KIVI_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _CROP_TAKES_A_SIZE = Version(transformers.__version__) < Version("5.18")
 
 
-@dataclass
-class _LeftPadding:
-    """What a cache knows of its rows' padding before their state exists; one object for all layers.
+# Tokens of a draft that a cache is ready for when generate announces an assistant: more than transformers' usual 20.
+DRAFT_TOKENS = 32
+# A longer draft widens the margin further, up to here; a longer call is taken for a prompt.
+LONGEST_DRAFT = 128
 
-    ``counts``: int [B], what a state allocated now starts with. ``explicit``: the user gave them, so no mask may change them.
+
+@dataclass
+class _Shared:
+    """What the layers of a cache know together.
+
+    ``config``, ``capacity``: of all states, those to come too.
+    ``counts``: int [B], the left padding that a state allocated now starts with. ``explicit``: the user gave it, so no mask may change it.
+    ``layers``: those that hold Keys and Values, in order. ``drafting``: rollbacks are to be expected (assisted decoding).
+    ``may_be_padded``: rows of unknown padding are worth a warning.
+    ``attention_name``: the model's attention implementation, which may change at any time.
+    ``broken``: why some of the layers are in another state than the rest, until :meth:`KiviCache.reset`.
     """
 
+    config: KiviConfig
+    capacity: int
     counts: Tensor | None = None
     explicit: bool = False
+    layers: list[KiviLayer] = field(default_factory=list, repr=False)
+    drafting: bool = False
+    may_be_padded: bool = True
+    attention_name: Callable[[], str | None] = lambda: None
+    broken: str | None = None
+
+    def lengths(self) -> list[int]:
+        """Columns that each layer with a state holds. Waits for the device, once."""
+        lengths = [layer.state.length for layer in self.layers if layer.state is not None]
+        if not lengths or lengths[0].device.type == "cpu":
+            return [int(length) for length in lengths]
+        return torch.stack([length.to(lengths[0].device) for length in lengths]).tolist()
+
+    @contextlib.contextmanager
+    def whole(self, what: str) -> Iterator[None]:
+        """Around what changes one layer after another: if it fails half way, the cache says so from then on."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = f"{what} failed half way ({type(error).__name__}: {error})"
+            raise
+
+    def rebuild(self, capacity: int, config: KiviConfig) -> None:
+        """Give every layer room for ``capacity`` columns under ``config``; states are allocated anew, all of them or none."""
+        with _ordinary_tensors():
+            states = [None if layer.state is None else layer.state.with_room(capacity, config) for layer in self.layers]
+        self.config, self.capacity = config, capacity
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.config, layer.max_cache_len = config, capacity
+            if state is not None:
+                layer._hold(state)
+
+    def widen(self, margin: int) -> None:
+        """Raise the rollback margin to ``margin``, or as far as the Values already sealed leave room: further than what can still come."""
+        for layer in self.layers:
+            if layer.state is not None and (sealed := layer.state.most_sealed()):
+                margin = min(margin, self.capacity - self.config.residual_length - sealed)
+        if margin > self.config.rollback_margin:
+            self.rebuild(self.capacity, replace(self.config, rollback_margin=margin))
+
+    def check(self) -> None:
+        """Raise if an exception left the layers in different states. Not in a graph, where there is no host."""
+        if self.broken is not None:
+            raise RuntimeError(f"KiviCache cannot be used, since {self.broken}: reset() it")
+        if len(set(lengths := self.lengths())) > 1:
+            raise RuntimeError(
+                f"KiviCache's layers hold {_briefly(lengths)} tokens, so a forward did not reach all of them (an exception, or a cache for "
+                "another model): crop(0) forgets what only some of them hold, reset() everything"
+            )
+
+
+@contextlib.contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Around allocation: an inference tensor could never be written outside of inference mode again."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _briefly(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 class KiviLayer(CacheLayerMixin, nn.Module):
@@ -61,20 +140,19 @@ class KiviLayer(CacheLayerMixin, nn.Module):
     Args:
         max_cache_len: capacity C in columns of the padded frame.
         config: how the layer is quantised.
-        left_padding: shared by the layers of a cache.
+        shared: what the layers of a cache know together.
         index: the layer's place in its cache, for messages.
         is_first: whether it is its cache's first. On an accelerator that layer alone reads the length to check the capacity, since
             each read waits for the device; on a CPU all do.
     """
 
-    is_compileable = True
     is_sliding = False
 
     def __init__(
         self,
         max_cache_len: int,
         config: KiviConfig,
-        left_padding: _LeftPadding | None = None,
+        shared: _Shared | None = None,
         index: int = 0,
         is_first: bool = True,
     ) -> None:
@@ -84,9 +162,18 @@ class KiviLayer(CacheLayerMixin, nn.Module):
         self.config = config
         self.index = index
         self.is_first = is_first
-        self.is_croppable = config.rollback_margin > 0
         self.state: KiviState | None = None
-        self._left_padding = left_padding if left_padding is not None else _LeftPadding()
+        self._shared = _Shared(config, max_cache_len) if shared is None else shared
+        self._shared.layers.append(self)
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]  # a class attribute there
+        """Whether ``generate`` may compile its decode steps: not with attention that meets the state eagerly."""
+        return self._shared.attention_name() != attention.NAME
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a class attribute there
+        return self.config.rollback_margin > 0
 
     def __repr__(self) -> str:
         return f"KiviLayer(index={self.index}, max_cache_len={self.max_cache_len}, is_initialized={self.is_initialized})"
@@ -104,9 +191,15 @@ class KiviLayer(CacheLayerMixin, nn.Module):
             _refuse_allocation(self.index)
         if is_tracing(key_states):
             raise RuntimeError(_allocation_message(self.index))
+        held = self._shared.lengths()
+        if held and max(held) > key_states.shape[2]:
+            raise RuntimeError(
+                f"KiviCache layer {self.index} has no state yet, but others hold {_briefly(held)} tokens and this call brings "
+                f"{key_states.shape[2]}: a forward did not reach all layers (an exception, or a cache for another model); reset() it"
+            )
         rows, heads, _, key_dim = key_states.shape
-        counts = self._left_padding.counts
-        if counts is None and rows > 1 and self.is_first:
+        counts = self._shared.counts
+        if counts is None and rows > 1 and self.is_first and self._shared.may_be_padded:
             warnings.warn(
                 f"KiviCache is not told the attention mask and takes its {rows} rows as unpadded. If they are left-padded, pads are "
                 "quantised as tokens: use KiviCache.for_model(model, ...) or left_padding= (zeros say that there is none).",
@@ -114,7 +207,7 @@ class KiviLayer(CacheLayerMixin, nn.Module):
             )
         if counts is not None and counts.shape[0] != rows:
             raise ValueError(f"left_padding is for {counts.shape[0]} rows but the batch has {rows}; allowed: one count per row")
-        with torch.inference_mode(False):  # an inference tensor could never be written outside of inference mode again
+        with _ordinary_tensors():
             state = KiviState.allocate(
                 self.config,
                 rows,
@@ -138,24 +231,51 @@ class KiviLayer(CacheLayerMixin, nn.Module):
         self.device = state.length.device
         self.is_initialized = True
 
+    def _become(self, state: KiviState | None) -> None:
+        """Hold ``state``, in place where the one that is held has its shapes, dtypes and device."""
+        if state is None:
+            self.state, self.is_initialized = None, False
+            if hasattr(self, "batch_size"):
+                del self.batch_size
+            return
+        if self.state is not None and self.state.config == state.config and self.state.capacity == state.capacity:
+            pairs = list(zip(self.state.tensors().values(), state.tensors().values(), strict=True))
+            if all((old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device) for old, new in pairs):
+                for old, new in pairs:
+                    old.copy_(new)
+                return
+        self._hold(state)
+
     # -------------------------------------------------------------------------------------------------------- one step
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append Keys [B, H, S, D_k] and Values [B, H, S, D_v]; return what this step's attention may see (``kivi::update``).
 
         Returns:
-            Float [B, H, C, D_k] and [B, H, C, D_v] in the padded frame.
+            Float [B, H, C, D_k] and [B, H, C, D_v] in the padded frame. For a model whose attention is ``"kivi"``, eagerly, the new Keys
+            and Values themselves, which that attention appends.
 
         Raises:
             ValueError: another number of rows than the state's, or tokens past the capacity where the length can be read.
             RuntimeError: no state yet while a graph is traced.
         """
         self.check_room(key_states.shape[0], key_states.shape[2])
+        key_states, value_states = self._in_one_dtype(key_states, value_states)
         if self.state is None:
             self.lazy_initialization(key_states, value_states)
         assert self.state is not None
+        if self._shared.attention_name() == attention.NAME and not torch.compiler.is_compiling() and not is_tracing(key_states):
+            return attention.expect(self.state, key_states, value_states, self.index)
         # A copy: the operator advances `length`, and with seal="before_attention" attention would see the advanced value.
         return self.state.update(key_states, value_states, self.state.length.clone())
+
+    def _in_one_dtype(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Under autocast Keys may come rotated in float32 and Values in autocast's dtype, in which attention is going to read both."""
+        kind = key.device.type
+        if not torch.is_autocast_enabled(kind):
+            return key, value
+        dtype = torch.get_autocast_dtype(kind) if self.state is None else self.state.dtype
+        return key.to(dtype), value.to(dtype)
 
     def check_room(self, rows: int, new_tokens: int) -> None:
         """Raise if a call of ``rows`` x ``new_tokens`` does not fit, as far as the host can tell."""
@@ -166,12 +286,16 @@ class KiviLayer(CacheLayerMixin, nn.Module):
             )
         if torch.compiler.is_compiling():  # no host there: the operator drops what does not fit and shows it as NaN
             return
+        if self.is_first and self.state is not None and not is_tracing(self.state.length):
+            self._shared.check()
         held = 0 if self.state is None else self.tokens_held()
         if held is not None and held + new_tokens > self.max_cache_len:
             raise ValueError(
                 f"KiviCache holds {held} tokens and this call brings {new_tokens} more; allowed: {self.max_cache_len} "
-                "(max_cache_len) in all: reset() it or use a larger one"
+                "(max_cache_len) in all: resize() it, reset() it or use a larger one"
             )
+        if self.is_first and self._shared.drafting and held and self.config.rollback_margin < new_tokens - 1 <= LONGEST_DRAFT:
+            self._shared.widen(min(LONGEST_DRAFT, 1 << (new_tokens - 2).bit_length()))  # doubled, so that few drafts copy the cache
 
     def tokens_held(self) -> int | None:
         """Columns written so far, None where the host should not or cannot read it."""
@@ -216,53 +340,81 @@ class KiviLayer(CacheLayerMixin, nn.Module):
 
         In transformers 5.17 a positive number is the size to keep, as in its own layers; later it is an error, as there.
         """
-        if tokens_to_remove > 0 and not _CROP_TAKES_A_SIZE:
-            raise ValueError(f"crop was given {tokens_to_remove}; allowed: 0 or less, minus the number of tokens to remove")
-        if self.state is None or tokens_to_remove == 0:
-            return
-        if tokens_to_remove > 0:
-            self.state.length.clamp_(max=tokens_to_remove)
-        else:
-            self.state.length.add_(tokens_to_remove).clamp_(min=0)
+        _check_crop(tokens_to_remove)
+        if self.state is not None:
+            self.state.length.copy_(_shortened(self.state.length, tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was, in place. ``beam_idx``: int [B].
 
         Raises:
-            ValueError: another number of rows.
+            ValueError: another number of rows, or rows that are not there (where ``beam_idx`` is on the host).
         """
         if self.state is None:
             return
-        if beam_idx.shape != (self.batch_size,):
-            raise ValueError(
-                f"reorder_cache was given beam_idx of shape {list(beam_idx.shape)}; allowed: [{self.batch_size}], one entry per row"
-            )
+        _check_beams(beam_idx, self.batch_size)
         for tensor in self._row_tensors().values():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices`` (int [N], or bool [B]) in a state of their own: addresses change, graphs are compiled again."""
-        if self.state is None:
-            return
-        rows: dict[str, Any] = {name: tensor[indices.to(tensor.device)] for name, tensor in self._row_tensors().items()}
-        self._hold(replace(self.state, **rows))
+        if self.state is not None:
+            self._hold(self._rows(lambda tensor: tensor[indices.to(tensor.device)]))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times in a state of its own: addresses change, graphs are compiled again."""
-        if self.state is None:
-            return
-        rows: dict[str, Any] = {name: tensor.repeat_interleave(repeats, dim=0) for name, tensor in self._row_tensors().items()}
-        self._hold(replace(self.state, **rows))
+        if self.state is not None:
+            self._hold(self._rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0)))
+
+    def _rows(self, change: Callable[[Tensor], Tensor]) -> KiviState:
+        """A state of storages of its own with ``change`` made to what has rows."""
+        assert self.state is not None
+        with _ordinary_tensors():
+            rows: dict[str, Any] = {name: change(tensor) for name, tensor in self._row_tensors().items()}
+            return replace(self.state, length=self.state.length.clone(), **rows)
 
     def _row_tensors(self) -> dict[str, Tensor]:
         assert self.state is not None
         return {name: tensor for name, tensor in self.state.tensors().items() if name != "length"}
 
     def offload(self) -> None:
-        raise NotImplementedError("KiviCache does not offload its layers: their state keeps its address")
+        """Move the state to the CPU until :meth:`prefetch`: addresses change, graphs are compiled again."""
+        if self.state is not None:
+            home = self.device
+            self._move("cpu")
+            self.device = home
 
     def prefetch(self) -> None:
-        raise NotImplementedError("KiviCache does not offload its layers: their state keeps its address")
+        """Move the state back to where it was before :meth:`offload`."""
+        self._move(getattr(self, "device", "cpu"))
+
+    def _move(self, device: torch.device | str) -> None:
+        if self.state is not None:
+            with _ordinary_tensors():
+                moved = self.state.to(device)
+            if moved is not self.state:
+                self._hold(moved)
+
+
+def _check_crop(tokens_to_remove: int) -> None:
+    if tokens_to_remove > 0 and not _CROP_TAKES_A_SIZE:
+        raise ValueError(f"crop was given {tokens_to_remove}; allowed: 0 or less, minus the number of tokens to remove")
+
+
+def _shortened(length: Tensor, tokens_to_remove: int) -> Tensor:
+    """A length after ``crop``."""
+    if tokens_to_remove > 0:
+        return length.clamp(max=tokens_to_remove)
+    return (length + tokens_to_remove).clamp(min=0)
+
+
+def _check_beams(beam_idx: Tensor, rows: int) -> None:
+    if beam_idx.shape != (rows,) or beam_idx.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"reorder_cache was given {beam_idx.dtype} beam_idx of shape {list(beam_idx.shape)}; allowed: [{rows}], one int entry per row"
+        )
+    if beam_idx.device.type == "cpu" and rows and not 0 <= int(beam_idx.min()) <= int(beam_idx.max()) < rows:
+        raise ValueError(f"reorder_cache was given beam_idx {beam_idx.tolist()}; allowed: 0 to {rows - 1}")
 
 
 def _allocation_message(index: int) -> str:
@@ -280,16 +432,18 @@ def _refuse_allocation(index: int) -> None:
 class KiviCache(Cache):
     """A cache for ``model.generate(..., past_key_values=cache)`` (newer: ``cache=cache``) and for a model's own forward.
 
-    Eager, or compiled: ``update`` is then one ``kivi::update`` node a layer, which ``backend="kivi"`` turns into attention over the
-    quantised state and which any other backend runs as it is. State is allocated at the first eager forward (``generate`` prefills
-    eagerly) or by :meth:`early_initialization`, never in a graph. It has no backward: run it under ``torch.no_grad()``.
+    Eager: after ``model.set_attn_implementation("kivi")`` attention reads the quantised state (:mod:`kivi_ops.attention`), with any
+    other a float copy of one layer at a time. Compiled: ``update`` is one ``kivi::update`` node a layer, which ``backend="kivi"`` turns
+    into attention over the quantised state and which any other backend runs as it is. State is allocated at the first eager forward
+    (``generate`` prefills eagerly) or by :meth:`early_initialization`, never in a graph. It has no backward: run it under
+    ``torch.no_grad()``.
 
     Left padding must be known, for pads are no tokens (contract section 2), and a cache is not told the mask: give ``left_padding=``
     or make the cache by :meth:`for_model`. Otherwise more than one row is warned about once, as it may be padded; a single padded row
     cannot be noticed. Right results need the model's own mask in every case.
 
     Layers that only hold linear-attention states, or nothing, are transformers' own. Flash attention is refused, as it would attend to
-    unwritten columns. Do not use it for cross-attention.
+    unwritten columns. An encoder-decoder takes :meth:`for_encoder_decoder`.
 
     Args:
         model_config: the model's config (a composite one's text part counts).
@@ -301,6 +455,8 @@ class KiviCache(Cache):
         ValueError, TypeError: an argument that is not allowed; a layer type without a cache here.
     """
 
+    _is_self_attention = False
+
     def __init__(
         self,
         model_config: transformers.PreTrainedConfig,
@@ -311,24 +467,37 @@ class KiviCache(Cache):
         config = KiviConfig() if config is None else config
         if not isinstance(config, KiviConfig):
             raise TypeError(f"config is a {type(config).__name__}; allowed: a KiviConfig (the model's config is the first argument)")
-        if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
-            raise ValueError(f"max_cache_len is {max_cache_len!r}; allowed: an int of 1 or more")
-        if getattr(model_config, "is_encoder_decoder", False):
-            raise ValueError(f"KiviCache is for decoder-only models; {model_config.model_type!r} is an encoder-decoder")
-        text_config = model_config.get_text_config(decoder=True)
+        _check_capacity(max_cache_len)
+        if getattr(model_config, "is_encoder_decoder", False) and not self._is_self_attention:
+            raise ValueError(
+                f"{model_config.model_type!r} is an encoder-decoder, whose cross-attention needs a cache of its own; allowed: "
+                "KiviCache.for_encoder_decoder(...)"
+            )
+        text_config = self._decoder_config(model_config)
         if is_flash_attention_requested(text_config):
             raise ValueError(
                 f"attn_implementation is {text_config._attn_implementation!r}; allowed with KiviCache: one that takes a mask, such as "
                 "'sdpa' or 'eager', since unwritten columns must be hidden"
             )
-        self.config = config
-        self._capacity = max_cache_len
-        self._left_padding = _LeftPadding()
+        watched = model_config if self._is_self_attention else text_config  # of an encoder-decoder, text_config is a copy
+        self._shared = _Shared(
+            config,
+            max_cache_len,
+            may_be_padded=not self._is_self_attention,
+            attention_name=lambda: getattr(watched, "_attn_implementation", None),
+        )
+        if getattr(text_config, "kv_lora_rank", None) is not None:
+            # What is cached is not what attention reads: latents, or Keys in parts.
+            self._shared.attention_name = lambda: None
         self._attachment: _Attachment | None = None
         self._warned_of_mask = False
-        super().__init__(layers=_make_layers(text_config, max_cache_len, config, self._left_padding))
+        super().__init__(layers=_make_layers(text_config, max_cache_len, config, self._shared))
         if left_padding is not None:
             self.set_left_padding(left_padding)
+
+    @staticmethod
+    def _decoder_config(model_config: Any) -> Any:
+        return model_config.get_text_config(decoder=True)
 
     @classmethod
     def for_model(cls, model: transformers.PreTrainedModel, max_cache_len: int = 4096, config: KiviConfig | None = None) -> KiviCache:
@@ -342,6 +511,22 @@ class KiviCache(Cache):
         cache = cls(model.config, max_cache_len, config)
         cache._attachment = _Attachment.of(model)
         return cache
+
+    @classmethod
+    def for_encoder_decoder(
+        cls,
+        model_config: transformers.PreTrainedConfig,
+        max_cache_len: int = 4096,
+        config: KiviConfig | None = None,
+        left_padding: Tensor | Sequence[int] | None = None,
+    ) -> EncoderDecoderCache:
+        """A cache for an encoder-decoder: the decoder's self-attention in a ``KiviCache`` (``.self_attention_cache``).
+
+        Cross-attention stays float in a ``DynamicCache``: its Keys and Values are written once, and no token is ever appended to them.
+        Without ``left_padding`` the decoder's rows are taken as unpadded, as ``generate`` starts them.
+        """
+        cache = _SelfAttentionCache(model_config, max_cache_len, config, left_padding)
+        return EncoderDecoderCache(cache, DynamicCache())
 
     def detach(self) -> None:
         """Stop reading the model's masks; what was learnt stays."""
@@ -359,7 +544,7 @@ class KiviCache(Cache):
         rows = self.batch_size
         if rows not in (-1, counts.shape[0]):
             raise ValueError(f"left_padding is for {counts.shape[0]} rows but the cache has {rows}; allowed: one count per row")
-        self._left_padding.counts, self._left_padding.explicit = counts, True
+        self._shared.counts, self._shared.explicit = counts, True
         for layer in self._kivi_layers():
             if layer.state is not None:
                 layer.state.left_padding.copy_(counts)
@@ -384,8 +569,8 @@ class KiviCache(Cache):
             sizes.append([size] * count if isinstance(size, int) else list(size))
             if len(sizes[-1]) != count:
                 raise ValueError(f"{name} has {len(sizes[-1])} entries; allowed: an int, or one for each of {count} layers")
-        if self._attachment is not None and self._left_padding.counts is None:
-            self._left_padding.counts = torch.zeros(batch_size, dtype=torch.int32)  # to be learnt by the hook
+        if self._attachment is not None and self._shared.counts is None:
+            self._shared.counts = torch.zeros(batch_size, dtype=torch.int32)  # to be learnt by the hook
         for layer, heads, key_dim, value_dim in zip(self.layers, *sizes, strict=True):
             if isinstance(layer, KiviLayer) and not layer.is_initialized:
                 empty = torch.empty((batch_size, heads, 0, key_dim), dtype=dtype, device=device)
@@ -394,9 +579,14 @@ class KiviCache(Cache):
     # ------------------------------------------------------------------------------------------------------- properties
 
     @property
+    def config(self) -> KiviConfig:
+        """How Keys and Values are quantised."""
+        return self._shared.config
+
+    @property
     def max_cache_len(self) -> int:
         """Capacity in columns of the padded frame."""
-        return self._capacity
+        return self._shared.capacity
 
     @property
     def max_batch_size(self) -> int:
@@ -434,49 +624,208 @@ class KiviCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens and all padding, given or learnt, in place: rows, storages and compiled graphs stay."""
-        self._left_padding.counts, self._left_padding.explicit = None, False
+        self._shared.counts, self._shared.explicit, self._shared.broken = None, False, None
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of every layer (see :meth:`KiviLayer.crop`)."""
-        layers: list[Any] = sorted(self.layers, key=lambda layer: isinstance(layer, KiviLayer))
-        for layer in layers:  # those that may refuse come first
-            layer.crop(tokens_to_remove)
+        """Forget the last ``-tokens_to_remove`` tokens of every layer (see :meth:`KiviLayer.crop`).
+
+        Tokens that an interrupted forward gave to some layers only are forgotten first: ``crop(0)`` makes such a cache whole again.
+        """
+        margin = self.config.rollback_margin
+        if self._shared.drafting and -tokens_to_remove > margin:
+            warnings.warn(
+                f"{-tokens_to_remove} drafted tokens were rejected at once, which rollback_margin={margin} does not cover: tokens that "
+                f"they sealed stay quantised. Use KiviConfig(rollback_margin={-tokens_to_remove}) or shorter drafts.",
+                stacklevel=2,
+            )
+        _check_crop(tokens_to_remove)
+        for layer in self.layers:  # those that may refuse come first
+            if not isinstance(layer, KiviLayer):
+                layer.crop(tokens_to_remove)
+        lengths = [layer.state.length for layer in self._shared.layers if layer.state is not None]
+        if lengths:
+            least = torch.stack([length.to(lengths[0].device) for length in lengths]).amin()
+            for length in lengths:
+                length.copy_(_shortened(least, tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was, in place. ``beam_idx``: int tensor [B]."""
-        super().reorder_cache(beam_idx)
+        """Row i becomes what row ``beam_idx[i]`` was, in place. ``beam_idx``: int tensor [B].
+
+        Raises:
+            ValueError: see :meth:`KiviLayer.reorder_cache`.
+        """
+        if self._shared.counts is not None:
+            _check_beams(beam_idx, self._shared.counts.shape[0])
+        if self.batch_size >= 0:
+            _check_beams(beam_idx, self.batch_size)
+        with self._shared.whole("reorder_cache"):
+            super().reorder_cache(beam_idx)
         self._move_counts(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep the rows ``indices`` (int [N], or bool [B]); state is allocated anew, so compile again.
 
         Raises:
-            ValueError: ``indices`` of another form. NotImplementedError: a layer that cannot.
+            ValueError: ``indices`` of another form. IndexError: rows that are not there. NotImplementedError: a layer that cannot.
         """
-        index = torch.as_tensor(indices)
-        if index.dim() != 1 or index.dtype.is_floating_point:
-            raise ValueError(f"indices are {index.dtype} {list(index.shape)}; allowed: int [N], or bool with an entry per row")
+        index = _row_indices(indices)
+        if index.device.type == "cpu" and self.batch_size >= 0:
+            torch.empty(self.batch_size)[index]  # rows that are not there are noticed here, where it is not a device's fatal error
         self._require("batch_select_indices")
-        super().batch_select_indices(index)
-        self._move_counts(index)
+        self._replace_rows("batch_select_indices", lambda tensor: tensor[index.to(tensor.device)], index)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times; state is allocated anew, so compile again.
 
         Raises:
-            NotImplementedError: a layer that cannot.
+            ValueError: less than once. NotImplementedError: a layer that cannot.
         """
+        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+            raise ValueError(f"repeats is {repeats!r}; allowed: an int of 1 or more")
         self._require("batch_repeat_interleave")
-        super().batch_repeat_interleave(repeats)
-        if (counts := self._left_padding.counts) is not None:
-            self._left_padding.counts = counts.repeat_interleave(repeats)
+        self._replace_rows("batch_repeat_interleave", lambda tensor: tensor.repeat_interleave(repeats, dim=0), repeats)
+
+    def batch_split(self, full_batch_size: int, split_size: int) -> list[KiviCache]:
+        """Caches of ``split_size`` rows each (the last one of what is left), with states of their own.
+
+        Raises:
+            ValueError: another number of rows, or a split of none. NotImplementedError: a layer that cannot.
+        """
+        if full_batch_size != self.batch_size or split_size < 1:
+            raise ValueError(
+                f"batch_split was given {full_batch_size} rows and splits of {split_size}; allowed: {self.batch_size} rows, splits of 1 "
+                "or more"
+            )
+        self._require("batch_select_indices")
+        return [self._selected(index) for index in torch.arange(full_batch_size).split(split_size)]
+
+    def _selected(self, index: Tensor) -> KiviCache:
+        """A cache of its own with the rows ``index`` of this one."""
+        selected = copy.copy(self)
+        shared = selected._shared = replace(self._shared, layers=[])
+        selected.layers = []
+        for layer in self.layers:
+            if isinstance(layer, KiviLayer):
+                own: Any = KiviLayer(shared.capacity, shared.config, shared, layer.index, layer.is_first)
+                if layer.state is not None:
+                    own._hold(layer._rows(lambda tensor: tensor[index.to(tensor.device)]))
+            else:
+                own = copy.deepcopy(layer)
+                own.batch_select_indices(index)
+            selected.layers.append(own)
+        selected._move_counts(index)
+        return selected
+
+    def _replace_rows(self, method: str, change: Callable[[Tensor], Tensor], argument: Any) -> None:
+        """All layers or, where one cannot allocate its new state, none."""
+        counts = None if self._shared.counts is None else change(self._shared.counts)
+        states = [None if layer.state is None else layer._rows(change) for layer in self._shared.layers]
+        with self._shared.whole(method):
+            for layer in self.layers:
+                if not isinstance(layer, KiviLayer):
+                    getattr(layer, method)(argument)
+            for kivi, state in zip(self._shared.layers, states, strict=True):
+                if state is not None:
+                    kivi._hold(state)
+        self._shared.counts = counts
+
+    def resize(self, max_cache_len: int) -> None:
+        """Change the capacity and keep all tokens; nothing is quantised again. State is allocated anew, so compile again.
+
+        Raises:
+            ValueError: not an int of 1 or more, or less than what is held needs.
+            RuntimeError: in a graph.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("KiviCache.resize allocates, which a graph cannot; call it eagerly")
+        _check_capacity(max_cache_len)
+        counts = self._shared.counts
+        if counts is not None and counts.numel() and int(counts.max()) > max_cache_len:
+            raise ValueError(f"max_cache_len is {max_cache_len}; allowed: {int(counts.max())} or more, the left padding")
+        self._shared.rebuild(max_cache_len, self.config)
+
+    def activate_past_recording(self) -> None:
+        """Be ready for rollbacks, as ``generate`` asks for with an assistant: a ``rollback_margin`` of at least ``DRAFT_TOKENS``.
+
+        A longer draft widens it further when it comes (eagerly), up to ``LONGEST_DRAFT``. State is allocated anew, so compile again.
+        """
+        super().activate_past_recording()
+        self._shared.drafting = True
+        self._shared.widen(DRAFT_TOKENS)
+
+    def to(self, device: torch.device | str) -> KiviCache:
+        """Move all states to ``device``; addresses change, so compile again. Returns the cache."""
+        with self._shared.whole(f"to({device})"):
+            for layer in self.layers:
+                if isinstance(layer, KiviLayer):
+                    layer._move(device)
+                else:
+                    _move_foreign(layer, device)
+        return self
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Move a layer's state to the CPU until :meth:`prefetch`; windows do not matter here, as every layer keeps all tokens."""
         self.layers[layer_idx].offload()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Move a layer's state back."""
         self.layers[layer_idx].prefetch()
+
+    # ---------------------------------------------------------------------------------------------------------- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything this cache holds, as plain values and copies of its tensors, for ``torch.save`` and :meth:`load_state_dict`."""
+        with _ordinary_tensors():
+            layers = [
+                ({} if layer.state is None else {name: tensor.clone() for name, tensor in layer.state.tensors().items()})
+                if isinstance(layer, KiviLayer)
+                else _plain(vars(layer))
+                for layer in self.layers
+            ]
+        return {
+            "layout": layout.NAME,
+            "version": layout.VERSION,
+            "config": asdict(self.config),
+            "max_cache_len": self.max_cache_len,
+            "left_padding": _plain(self._shared.counts),
+            "left_padding_given": self._shared.explicit,
+            "layers": layers,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Become what :meth:`state_dict` saved: in place where this cache has states of the same shapes, else in new ones.
+
+        New states are where the saved tensors are (``map_location`` of ``torch.load``). The margin and the capacity become the saved ones.
+
+        Raises:
+            ValueError: a layout, version, configuration, model or tensor that does not fit; nothing is changed then.
+        """
+        for name, here in (("layout", layout.NAME), ("version", layout.VERSION)):
+            if saved.get(name) != here:
+                raise ValueError(f"the saved cache has {name} {saved.get(name)!r}; allowed: {here!r}")
+        config, capacity = KiviConfig(**saved["config"]), saved["max_cache_len"]
+        if replace(config, rollback_margin=self.config.rollback_margin) != self.config:
+            raise ValueError(f"the saved cache has {config}; allowed: {self.config} with any rollback_margin")
+        if len(saved["layers"]) != len(self.layers):
+            raise ValueError(f"the saved cache has {len(saved['layers'])} layers; allowed: {len(self.layers)}")
+        states = {}
+        with _ordinary_tensors():
+            for layer, held in zip(self.layers, saved["layers"], strict=True):
+                if isinstance(layer, KiviLayer):
+                    states[layer.index] = _restored(layer.index, config, capacity, held)
+                elif set(held) != set(vars(layer)):
+                    raise ValueError(f"the saved cache has {sorted(held)} in layer {layer}; allowed: {sorted(vars(layer))}")
+        with self._shared.whole("load_state_dict"):
+            self._shared.config, self._shared.capacity = config, capacity
+            self._shared.counts, self._shared.explicit = _plain(saved["left_padding"]), saved["left_padding_given"]
+            for layer, held in zip(self.layers, saved["layers"], strict=True):
+                if isinstance(layer, KiviLayer):
+                    layer.config, layer.max_cache_len = config, capacity
+                    layer._become(states[layer.index])
+                else:
+                    vars(layer).update(_plain(held))
+        self._shared.broken = None
 
     def _require(self, method: str) -> None:
         """Before any layer is touched."""
@@ -485,8 +834,8 @@ class KiviCache(Cache):
                 raise NotImplementedError(f"{method}: layer {index} is a {type(layer).__name__}, which cannot")
 
     def _move_counts(self, index: Tensor) -> None:
-        if (counts := self._left_padding.counts) is not None:
-            self._left_padding.counts = counts[index.to(counts.device)]
+        if (counts := self._shared.counts) is not None:
+            self._shared.counts = counts[index.to(counts.device)]
 
     def _kivi_layers(self) -> Any:
         return (layer for layer in self.layers if isinstance(layer, KiviLayer))
@@ -514,7 +863,7 @@ class KiviCache(Cache):
             device = "cpu" if attention_mask is None else attention_mask.device
             counts = torch.zeros(rows, dtype=torch.int32, device=device)
             torch.ops.kivi.observe_padding(counts, attention_mask, torch.zeros((), dtype=torch.int64, device=device), new_tokens)
-            self._left_padding.counts = counts
+            self._shared.counts = counts
             return
         held = None if torch.compiler.is_compiling() else first.tokens_held()
         if held and not bool((first.state.left_padding >= held).any()):
@@ -523,9 +872,81 @@ class KiviCache(Cache):
             layer.observe_padding(attention_mask, new_tokens)
 
 
-def _make_layers(
-    text_config: transformers.PreTrainedConfig, max_cache_len: int, config: KiviConfig, left_padding: _LeftPadding
-) -> list[Any]:
+class _SelfAttentionCache(KiviCache):
+    """The decoder's half of :meth:`KiviCache.for_encoder_decoder`."""
+
+    _is_self_attention = True
+
+    @staticmethod
+    def _decoder_config(model_config: Any) -> Any:
+        config = model_config.get_text_config(decoder=True)
+        layers = getattr(model_config, "num_decoder_layers", None)  # T5's own name for it; it may differ from the encoder's
+        if layers is not None and layers != config.num_hidden_layers:
+            config = copy.deepcopy(config)
+            config.num_hidden_layers = layers
+        return config
+
+
+def _check_capacity(max_cache_len: Any) -> None:
+    if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
+        raise ValueError(f"max_cache_len is {max_cache_len!r}; allowed: an int of 1 or more")
+
+
+def _row_indices(indices: Tensor | Sequence[int]) -> Tensor:
+    index = torch.as_tensor(indices)
+    if index.dim() != 1 or index.dtype.is_floating_point:
+        raise ValueError(f"indices are {index.dtype} {list(index.shape)}; allowed: int [N], or bool with an entry per row")
+    return index
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with copies of its tensors, if ``torch.save`` and a safe ``torch.load`` take it as it is.
+
+    Raises:
+        NotImplementedError: they do not.
+    """
+    if isinstance(value, Tensor):
+        with _ordinary_tensors():
+            return value.clone()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return value
+    raise NotImplementedError(f"a layer of transformers' own holds a {type(value).__name__}, which cannot be saved")
+
+
+def _restored(index: int, config: KiviConfig, capacity: int, saved: Mapping[str, Tensor]) -> KiviState | None:
+    """A saved state in storages of its own, or None if there was none.
+
+    Raises:
+        ValueError: it is not one of that configuration and capacity.
+    """
+    if not saved:
+        return None
+    try:
+        key, value = saved["key_window"], saved["value_window"]
+        sizes = (key.shape[0], key.shape[1], capacity, key.shape[3], value.shape[3])
+        expected = KiviState.allocate(config, *sizes, key.dtype, "meta").tensors()
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"the saved cache lacks parts of layer {index}: {error}") from error
+    for name, tensor in expected.items():
+        if name not in saved or saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+            found = f"{saved[name].dtype} {list(saved[name].shape)}" if name in saved else "nothing"
+            raise ValueError(f"the saved cache has {found} as {name} of layer {index}; allowed: {tensor.dtype} {list(tensor.shape)}")
+    return KiviState(config, capacity, **{name: saved[name].clone() for name in expected})
+
+
+def _move_foreign(layer: Any, device: torch.device | str) -> None:
+    """Move a layer of transformers' own."""
+    moved = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, vars(layer))
+    vars(layer).update(moved)
+    if getattr(layer, "device", None) is not None:
+        layer.device = torch.device(device)
+
+
+def _make_layers(text_config: transformers.PreTrainedConfig, max_cache_len: int, config: KiviConfig, shared: _Shared) -> list[Any]:
     """A :class:`KiviLayer` for each layer that holds K and V, transformers' own for those that do not."""
     layer_types, kwargs = get_layer_types_and_kwargs(text_config)
     layers: list[Any] = []
@@ -533,7 +954,7 @@ def _make_layers(
         layer_class: Any = STATIC_LAYER_TYPE_MAPPING.get(layer_type)
         if layer_type in KIVI_LAYER_TYPES:
             first = not any(isinstance(layer, KiviLayer) for layer in layers)
-            layers.append(KiviLayer(max_cache_len, config, left_padding, index, is_first=first))
+            layers.append(KiviLayer(max_cache_len, config, shared, index, is_first=first))
         elif layer_class is not None and not issubclass(layer_class, CacheLayerMixin):
             own = kwargs[index] if isinstance(kwargs, list) else kwargs  # 5.17 has one dict for all layers
             layers.append(layer_class(max_cache_len=max_cache_len, **own))
@@ -600,7 +1021,7 @@ def _observe_padding(names: tuple[str, ...], model: nn.Module, args: tuple[Any, 
     call = {**dict(zip(names, args, strict=False)), **kwargs}
     tokens = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
     cache = call.get("past_key_values") if call.get("cache") is None else call["cache"]
-    if tokens is None or not isinstance(cache, KiviCache) or cache._attachment is None or cache._left_padding.explicit:
+    if tokens is None or not isinstance(cache, KiviCache) or cache._attachment is None or cache._shared.explicit:
         return
     if torch.compiler.is_compiling() and tokens.shape[1] == 1:
         return  # rows hold tokens by then; the decode graph stays free of it

@@ -104,7 +104,7 @@ def _rows(position: Tensor, left_padding: Tensor, sealed: Tensor) -> Iterator[_R
     starts = row_starts(position, left_padding.shape[0]).tolist()
     for index, row in enumerate(zip(starts, left_padding.tolist(), sealed.tolist(), strict=True)):
         start, padding, (key, value) = row
-        yield _Row(index, start, padding, (key, value))
+        yield _Row(index, start, max(0, padding), (max(0, key), max(0, value)))  # whatever a caller put there
 
 
 def _visible_boundaries(row: _Row, seal: str) -> tuple[int, int]:
@@ -134,6 +134,7 @@ def _read(
 # ------------------------------------------------------------------------------------------------------- operators
 
 
+@torch.autocast("cpu", enabled=False)  # float32 inside, whatever the model around it runs in
 def attention(
     query: Tensor,
     key: Tensor,
@@ -268,10 +269,11 @@ def append(
         if value_begin < value_end:
             floats = _read(value_records[b], value_layout, value_window[b], value[b], value_begin, first, value_begin, value_end)
             _seal(value_records[b], value_layout, value_begin, floats)
+        # Records, boundaries, windows, length: whoever is interrupted in between leaves what a rollback to the old length would.
+        sealed[b, 0], sealed[b, 1] = key_end, value_end
         written = torch.arange(max(held, tokens - window_rows), tokens)
         for window, new in ((key_window[b], key[b]), (value_window[b], value[b])):
             window[:, written % window_rows] = new[:, written - first]
-        sealed[b, 0], sealed[b, 1] = key_end, value_end
         longest = max(longest, row.start + new_tokens)
     length.fill_(longest)
 

@@ -12,6 +12,7 @@ Must not know of models, transformers or graphs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -606,8 +607,23 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "observe_padding": (observe_padding, _fake_nothing),
 }
 
-for _name, (_implementation_of, _fake) in _OPERATORS.items():
+
+def _with_tensors(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` behind a check that no tensor it needs is None, which the dispatcher lets through."""
+    arguments = getattr(torch.ops.kivi, name).default._schema.arguments
+    needed = [(index, argument.name) for index, argument in enumerate(arguments) if str(argument.type) == "Tensor"]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for index, argument in needed:
+            _expect(args[index] is not None, f"kivi::{name}: {argument} is None; allowed: a tensor", TypeError)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+for _name, (_function, _fake) in _OPERATORS.items():
     _LIBRARY.define(_name + SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     for _device in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _implementation_of, _device)
+        _LIBRARY.impl(_name, _with_tensors(_name, _function), _device)
     torch.library.register_fake(f"kivi::{_name}", _fake, lib=_LIBRARY)

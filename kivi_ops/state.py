@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,50 @@ class KiviState:
     def held_bytes(self) -> int:
         """Bytes of all storages, windows and rounding included (contract section 5)."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors().values())
+
+    def to(self, device: torch.device | str) -> KiviState:
+        """This state's values on another device, itself if it is there already."""
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return self if moved["length"] is self.length else replace(self, **moved)
+
+    def with_room(self, capacity: int, config: KiviConfig | None = None) -> KiviState:
+        """A new state with the same tokens, another capacity, and perhaps another ``rollback_margin``. Nothing is quantised again.
+
+        Raises:
+            ValueError: the tokens held, or the Values sealed among them, do not fit; or ``config`` differs in more than its margin.
+        """
+        config = self.config if config is None else config
+        if replace(config, rollback_margin=self.config.rollback_margin) != self.config:
+            raise ValueError(f"config is {config}; allowed: {self.config} with another rollback_margin")
+        held, sealed, (rows, heads) = int(self.length), self.most_sealed(), self.key_window.shape[:2]
+        least = held
+        if sealed:
+            least = max(least, sealed + config.residual_length + config.rollback_margin)  # their records (contract section 5)
+        if capacity < least:
+            raise ValueError(f"capacity is {capacity}; allowed: {least} or more, for {held} tokens of which {sealed} Values are sealed")
+        sizes = (self.key_window.shape[-1], self.value_window.shape[-1])
+        new = KiviState.allocate(config, rows, heads, capacity, *sizes, self.dtype, self.length.device)
+        for name in ("key_records", "value_records"):
+            old, records = getattr(self, name), getattr(new, name)
+            kept = min(old.shape[2], records.shape[2])
+            records[:, :, :kept] = old[:, :, :kept]
+        for name in ("sealed", "left_padding", "length"):
+            getattr(new, name).copy_(getattr(self, name))
+        # A window row's token is the last one before the end whose index gives that row; where it lay before is its index again.
+        before, after = self.key_window.shape[2], new.key_window.shape[2]
+        last = (held - 1 - self.left_padding.to(torch.int64))[:, None]
+        token = last - (last - torch.arange(after, device=last.device)) % after
+        source = (token % before)[:, None, :, None]
+        for name in ("key_window", "value_window"):
+            old = getattr(self, name)
+            getattr(new, name).copy_(old.gather(2, source.expand(rows, heads, after, old.shape[-1])))
+        return new
+
+    def most_sealed(self) -> int:
+        """The largest Value boundary of any row, as the next call finds it. Waits for the device."""
+        if self.sealed.shape[0] == 0:
+            return 0
+        return int(self.sealed[:, 1].minimum((self.length - self.left_padding).clamp(min=0)).amax())
 
     def reset(self) -> None:
         """Forget every token, in place: addresses stay. Records and windows are left as they are; nothing reads them."""
