@@ -523,7 +523,7 @@ def _decode_attention(call: AttentionCall, kernel: Any, words: torch.dtype, cons
         call.key_window.shape[2],
         call.key_records.shape[2],
         call.value_records.shape[2],
-        splits.count,
+        splits.fewest,
         splits.finest,
         call.scale,
         AFTER=call.seal == "after_attention",
@@ -552,8 +552,8 @@ def _aligned(x: Tensor) -> Tensor:
 class Splits(NamedTuple):
     """How the programs of a decode kernel share the tokens of rows, and what they leave for the merge."""
 
-    count: int  # number of a row and head
-    finest: int  # the same on average where rows are of unlike length
+    fewest: int  # number of a row and head where rows are of like length
+    finest: int  # the same on average where they are not
     grid: tuple[int, int, int]
     row_block: int  # rows at most that programs are dealt to by length; 1: every row gets the same number
     results: tuple[Tensor, Tensor, Tensor, Tensor]  # weighted sums, maxima, totals; of a row and head the first slot and their number
@@ -579,7 +579,7 @@ def _merge(splits: Splits, position: Tensor, out: Tensor, heads: int, capacity: 
     rows, query_heads, new_tokens, dim = out.shape
     repeats = query_heads // heads
     dependent = _dependent(out.device)
-    most = min(_power(2 * splits.finest if splits.row_block > 1 else splits.count), 256)
+    most = min(_power(2 * splits.finest if splits.row_block > 1 else splits.fewest), 256)
     channels, warps = next(shape for slots, shape in COMBINE_SHAPES.items() if most <= slots)
     merge_kernel[(rows * heads, repeats * new_tokens, _blocks(dim, channels))](
         *splits.results,
