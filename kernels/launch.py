@@ -316,12 +316,12 @@ def attention(
     seal: str,
     kernel: str = "auto",
 ) -> Tensor:
-    """``kernel`` names one of the kernels instead of the choice by shapes: for tests and measurements."""
+    """``kernel`` names one of the kernels instead of the choice by shapes: for tests and measurements. ``attn_mask`` may be bool as uint8."""
     if attn_mask is None:
         kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, query, 0
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     else:
-        kind = MASK_BOOL if attn_mask.dtype == torch.bool else MASK_FLOAT
+        kind = MASK_BOOL if attn_mask.dtype in (torch.bool, torch.uint8) else MASK_FLOAT
         mask = attn_mask.view(torch.uint8) if attn_mask.dtype == torch.bool else attn_mask
         mask_strides = _broadcast_strides(attn_mask)
         columns = capacity if attn_mask.shape[3] == 1 else attn_mask.shape[3]

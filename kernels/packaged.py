@@ -434,6 +434,8 @@ def attention(
     widths = (format["key_bits"], format["value_bits"], format["group_size"], format["metadata_dtype"])
     layouts = launch.record_layouts(key.shape[-1], value.shape[-1], *widths)
     kernel = "portable" if launch.is_decode_step(query, layouts, key.shape[1], softcap) else "general"
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(torch.uint8)  # Inductor takes no view of a bool tensor in another dtype
     with _packaged():
         return launch.attention(query, key, value, *state, position, attn_mask, is_causal, scale, softcap, **format, kernel=kernel)
 

@@ -96,15 +96,17 @@ with FakeTensorMode(), torch.no_grad():
     state = KiviState.allocate(config, 2, 2, 4096, dim, dim, torch.float16, "cuda")
     query, key, value = (torch.zeros(2, heads, 1, dim, dtype=torch.float16, device="cuda") for heads in (8, 2, 2))
 
-    def step(query, key, value, position, *state):
+    def step(query, key, value, mask, position, *state):
         read, write = config.read_kwargs(4096, torch.float16), config.op_kwargs(4096, torch.float16)
-        output = packaged.attention(query, key, value, *state[:-1], position, is_causal=True, **read, seal=config.seal)
+        output = packaged.attention(query, key, value, *state[:-1], position, mask > 0, **read, seal=config.seal)
         packaged.append(key, value, *state, position, **write)
         return output
 
-    position = torch.zeros((), dtype=torch.int64, device="cuda")
-    graph = make_fx(dispatch_functionalize(step))(query, key, value, position, *state.tensors().values()).graph
+    mask, position = torch.zeros(2, 1, 1, 4096, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = make_fx(dispatch_functionalize(step))(query, key, value, mask, position, *state.tensors().values()).graph
 for node in graph.nodes:
+    if node.target is torch.ops.aten.view.dtype:
+        assert node.args[0].meta["val"].dtype != torch.bool, "Inductor lowers no such view"
     if "triton_kernel" in str(node.target):
         changed = node.kwargs["tensors_to_clone"]
         print(*(name for name in changed if name.split("_")[1] in ("words", "window") or name in ("sealed_ptr", "length_ptr")))
