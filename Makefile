@@ -21,7 +21,7 @@ pip := $(python) -m pip --disable-pip-version-check
 asked := $(filter command environment,$(firstword $(origin TORCH)))
 stamp := $(VENV)/.installed-torch-$(if $(asked),$(TORCH),any)-triton-$(or $(TRITON),any)-transformers-$(or $(TRANSFORMERS),any)
 
-.PHONY: help demo test lint format setup clean
+.PHONY: help demo test test-slow lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,7 +33,11 @@ demo: setup
 	$(VENV)/bin/kivi-ops demo $(ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+# Real models at length, and what else takes more than half a minute: a quarter of an hour.
+test-slow: setup
+	OMP_NUM_THREADS=1 $(python) -m pytest -n $(JOBS) -m slow $(ARGS)
 
 # mypy does not know setuptools' folder mapping, so the folders are laid out as the package that they become.
 lint: setup

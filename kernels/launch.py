@@ -316,7 +316,7 @@ def attention(
     seal: str,
     kernel: str = "auto",
 ) -> Tensor:
-    """``kernel`` names one of the kernels instead of the choice by shapes: for tests and measurements. ``attn_mask`` may be bool as uint8."""
+    """``kernel`` names one of the kernels, for tests and measurements, instead of the choice by shapes. ``attn_mask``: bool as uint8 too."""
     if attn_mask is None:
         kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, query, 0
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)

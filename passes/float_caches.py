@@ -288,9 +288,7 @@ def _read_write(node: Node, read: View, role: str, uses: _Uses) -> FloatWrite:
         Unmatched: it is none that the pass knows.
     """
     given = arguments(node)
-    whole = given.get("src") if is_op(node, aten.copy_) else None
-    made = f" from {described(whole)}" if isinstance(whole, Node) else ""
-    unknown = Unmatched(f"the {role} cache is written by {described(node)}{made}, in a way that the pass does not know")
+    unknown = Unmatched(f"the {role} cache is written by {described(node)}, in a way that the pass does not know")
     if not is_op(node, aten.index_copy_, aten.index_put_, aten.copy_, aten.scatter_):
         raise unknown
     target, reads = uses.view(given["self"]), frozenset[Node]()

@@ -1,5 +1,6 @@
-"""Make ``tests/`` importable as plain modules (``import helpers``) and skip GPU tests where there is no device."""
+"""Make ``tests/`` importable as plain modules (``import helpers``); without a device skip GPU tests and interpret Triton's kernels."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when it is imported and when a kernel is decorated
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,5 @@
-"""Where the kernels run in these tests: on the GPU if there is one, else on CPU tensors in Triton's interpreter.
+"""Where the kernels run in these tests: on the GPU if there is one, else in Triton's interpreter, which tests/conftest.py asks for."""
 
-Triton decides when it is imported and when a kernel is decorated, so this must come before anything imports it; pytest collects this
-folder first.
-"""
-
-import os
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -17,9 +11,6 @@ from packaging.version import Version  # pytest depends on it
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]  # there are platforms without it, where the package works on the CPU alone
 elif not torch.cuda.is_available():
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise pytest.UsageError("triton was imported before tests/kernels could ask for its interpreter: run tests/kernels first or alone")
-    os.environ["TRITON_INTERPRET"] = "1"
     import triton
 
     if Version(triton.__version__) < Version("3.8") and Version(np.__version__) >= Version("2.4"):
