@@ -316,7 +316,7 @@ def attention(
     seal: str,
     kernel: str = "auto",
 ) -> Tensor:
-    """``kernel`` names one of the kernels, for tests and measurements, instead of the choice by shapes. ``attn_mask``: bool as uint8 too."""
+    """``kernel``: one of them by name instead of the choice by shapes, to test or measure it. ``attn_mask`` may be uint8 for bool."""
     if attn_mask is None:
         kind, mask, columns = MASK_CAUSAL if is_causal else MASK_NONE, query, 0
         mask_strides: tuple[int, ...] = (0, 0, 0, 0)
