@@ -40,7 +40,7 @@ def normalise(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
     mode = _own_fake_mode(example_inputs)
     fakes = _fakes(before, example_inputs, mode)
     with mode, enable_python_dispatcher(), preserve_node_meta():
-        traced = make_fx(Interpreter(module).run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+        traced = make_fx(_Run(module).run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     for old, new in zip(before, traced.graph.find_nodes(op="placeholder"), strict=True):
         new.meta = old.meta | new.meta
         if hasattr(old, "_dynamo_source"):
@@ -60,6 +60,16 @@ def normalise(module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule
         sources.update(module._param_name_to_source)  # type: ignore[arg-type]
         traced._param_name_to_source = sources  # type: ignore[assignment]
     return traced
+
+
+class _Run(Interpreter):
+    """Under dynamic=True Dynamo makes a float attribute of a module an input and a symbol: here the number that it has, by a guard."""
+
+    def run_node(self, n: Node) -> Any:
+        number = n.meta.get("example_value")
+        if n.op == "call_method" and n.target == "item" and isinstance(number, torch.SymFloat) and n.all_input_nodes[0].op == "placeholder":
+            return float(number)
+        return super().run_node(n)
 
 
 def _own_fake_mode(example_inputs: Sequence[Any]) -> FakeTensorMode:

@@ -189,6 +189,25 @@ def test_columns_that_the_graph_does_not_know_are_checked_before_anything_is_wri
     torch.testing.assert_close(call(forward, Tensor, start, 3), call(reference, Tensor, start, 3), rtol=1e-4, atol=1e-5)
 
 
+def test_a_float_attribute_under_dynamic_sizes_is_the_number_that_it_has() -> None:
+    """Dynamo makes it an input of the graph and a symbol; another number is another graph."""
+
+    class Scaled(Buffers):
+        scaling = 0.3
+
+        def __init__(self) -> None:
+            super().__init__(index_copy, lambda q, k, v, mask: self.attend(q, k, v, mask))
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask, scale=self.scaling)
+
+    model, reference = Scaled(), Scaled()
+    decode = torch.compile(model, backend="kivi", dynamic=True, options={"compiler": "aot_eager", "strict": True, **OPTIONS})
+    for start in range(4):
+        model.scaling = reference.scaling = 0.3 if start < 2 else 0.7
+        torch.testing.assert_close(call(decode, Tensor, start), call(reference, Tensor, start), rtol=1e-4, atol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------------ counter-examples
 
 
