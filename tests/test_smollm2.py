@@ -88,6 +88,7 @@ def test_8_bits_choose_the_float_tokens(smollm2):
     assert sum(a == b for a, b in zip(floats, kivi, strict=True)) >= 63
 
 
+@pytest.mark.slow
 def test_two_caches_in_turn_share_one_graph(smollm2):
     """3 R + 5 steps each: one graph for a cache shape, and no compilation after the first step."""
     model, ids = smollm2
